@@ -1,0 +1,70 @@
+// Draws from alias tables (Walker 1977), many tables side by side in one pair of arrays.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+void check(const Tensor& tensor, ScalarType dtype, int64_t dim, const char* name) {
+  STD_TORCH_CHECK(tensor.is_cpu() && tensor.is_contiguous(), "alias_draw: ", name, " must be contiguous and on the CPU");
+  STD_TORCH_CHECK(tensor.scalar_type() == dtype, "alias_draw: ", name, " has the wrong dtype");
+  STD_TORCH_CHECK(tensor.dim() == dim, "alias_draw: ", name, " must have ", dim, " dimensions, got ", tensor.dim());
+}
+
+// threshold, alias: (cells,)   start, length: (batch,)   uniform: (batch, draws) in [0, 1)   ->  cells (batch, draws)
+// Row b draws from the table in cells [start[b], start[b] + length[b]): one multiplication picks a cell, its
+// fractional part decides between the cell and its alias.
+Tensor alias_draw(const Tensor& threshold, const Tensor& alias, const Tensor& start, const Tensor& length,
+                  const Tensor& uniform) {
+  check(threshold, ScalarType::Double, 1, "threshold");
+  check(alias, ScalarType::Long, 1, "alias");
+  check(start, ScalarType::Long, 1, "start");
+  check(length, ScalarType::Long, 1, "length");
+  check(uniform, ScalarType::Double, 2, "uniform");
+  const int64_t batch = uniform.size(0), draws = uniform.size(1), cells = threshold.numel();
+  STD_TORCH_CHECK(alias.numel() == cells, "alias_draw: threshold and alias differ in length");
+  STD_TORCH_CHECK(start.numel() == batch && length.numel() == batch, "alias_draw: start, length and uniform differ in length");
+
+  Tensor result = torch::stable::new_empty(uniform, {batch, draws}, ScalarType::Long);
+  const auto* threshold_data = threshold.const_data_ptr<double>();
+  const auto* alias_data = alias.const_data_ptr<int64_t>();
+  const auto* start_data = start.const_data_ptr<int64_t>();
+  const auto* length_data = length.const_data_ptr<int64_t>();
+  const auto* uniform_data = uniform.const_data_ptr<double>();
+  auto* result_data = result.mutable_data_ptr<int64_t>();
+  for (int64_t row = 0; row < batch; ++row) {
+    STD_TORCH_CHECK(start_data[row] >= 0 && length_data[row] >= 1 && start_data[row] <= cells - length_data[row],
+                    "alias_draw: row ", row, " names cells outside of the table");
+  }
+
+  const int64_t grain = std::max<int64_t>(1, 4096 / std::max<int64_t>(1, draws));
+  torch::stable::parallel_for(0, batch, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t first = start_data[row], size = length_data[row];
+      for (int64_t draw = row * draws; draw < (row + 1) * draws; ++draw) {
+        const double scaled = uniform_data[draw] * static_cast<double>(size);
+        const int64_t column = std::clamp<int64_t>(static_cast<int64_t>(scaled), 0, size - 1);
+        const int64_t cell = first + column;
+        const bool keep = scaled - static_cast<double>(column) < threshold_data[cell];
+        result_data[draw] = keep ? cell : alias_data[cell];
+      }
+    }
+  });
+  return result;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(manyclass, library) {
+  library.def("alias_draw(Tensor threshold, Tensor alias, Tensor start, Tensor length, Tensor uniform) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(manyclass, CPU, library) { library.impl("alias_draw", TORCH_BOX(&alias_draw)); }

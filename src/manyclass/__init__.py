@@ -1,0 +1,10 @@
+"""Train a softmax over thousands to millions of classes by adaptive, kernel based sampling."""
+
+from . import functional, kernels, samplers
+from .clip import clip_grad_norm_
+from .head import SampledSoftmax
+from .ops import native_available
+
+__version__ = "0.1.0"
+
+__all__ = ["SampledSoftmax", "clip_grad_norm_", "functional", "kernels", "native_available", "samplers"]

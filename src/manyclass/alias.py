@@ -1,0 +1,100 @@
+"""Alias tables: O(1) draws from fixed discrete distributions, many of them side by side."""
+
+import torch
+from torch import Tensor, nn
+
+from . import ops
+
+
+class AliasTable(nn.Module):
+    """Discrete distributions over consecutive cells: row ``r`` owns cells ``offsets[r] … offsets[r + 1] − 1``.
+
+    Args:
+        weight: unnormalised masses, shape ``(cells,)``. Integers give tables that are exact; floating point masses
+            are for a single row.
+        offsets: shape ``(rows + 1,)``; the default is one row of all cells. A row may be empty, but a row with cells
+            needs a positive total.
+
+    Built in O(cells) without a Python loop; 32 bytes per cell.
+    """
+
+    threshold: Tensor
+    alias: Tensor
+    weight: Tensor
+    cumulative: Tensor
+    offsets: Tensor
+
+    def __init__(self, weight: Tensor, offsets: Tensor | None = None) -> None:
+        super().__init__()
+        if offsets is None:
+            offsets = torch.tensor([0, weight.numel()], device=weight.device)
+        cumulative = weight.cumsum(0)
+        ends = torch.cat([cumulative.new_zeros(1), cumulative])
+        total = (ends[offsets[1:]] - ends[offsets[:-1]]).repeat_interleave(offsets.diff())
+        length = offsets.diff().repeat_interleave(offsets.diff())
+        threshold, alias = _build(weight, total, length)
+        self.register_buffer("threshold", threshold)
+        self.register_buffer("alias", alias)
+        self.register_buffer("weight", weight.double())
+        self.register_buffer("cumulative", cumulative.double())
+        self.register_buffer("offsets", offsets)
+
+    def total(self, row: Tensor) -> Tensor:
+        """Total mass of each row, shape of ``row``; 0 for an empty one."""
+        return self._mass_before(self.offsets[row + 1]) - self._mass_before(self.offsets[row])
+
+    def draw(self, row: Tensor, uniform: Tensor) -> Tensor:
+        """Draw cells of shape ``(batch, draws)`` for non-empty ``row (batch,)`` with ``uniform (batch, draws)``."""
+        start = self.offsets[row]
+        return ops.alias_draw(self.threshold, self.alias, start, self.offsets[row + 1] - start, uniform)
+
+    def draw_without(self, row: Tensor, skip: Tensor, uniform: Tensor) -> Tensor:
+        """Draw one cell per entry from ``row`` without its cell ``skip``, by inverting the distribution function.
+
+        ``row``, ``skip``, ``uniform`` and the result have one shape; ``skip = −1`` leaves nothing out. What is left
+        must have mass. O(log cells) per draw: for the few draws that hit an excluded class.
+        """
+        first, last = self._mass_before(self.offsets[row]), self._mass_before(self.offsets[row + 1])
+        left = torch.where(skip < 0, last, self._mass_before(skip.clamp(min=0)))
+        right = torch.where(skip < 0, last, self._mass_before(skip + 1))
+        mass = first + uniform * ((left - first) + (last - right))
+        # Rounding must neither land on the skipped cell nor step into the next row.
+        below = (mass < left) | (right >= last)
+        above = (mass + (right - left)).maximum(right).minimum(last.nextafter(first))
+        mass = torch.where(below, mass.minimum(left.nextafter(first)), above)
+        return torch.searchsorted(self.cumulative, mass, right=True)
+
+    def _mass_before(self, cell: Tensor) -> Tensor:
+        return torch.where(cell > 0, self.cumulative[(cell - 1).clamp(min=0)], 0.0)
+
+
+def _build(weight: Tensor, total: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    """Sweep light and heavy cells against each other, with prefix sums in place of the usual two stacks.
+
+    In units where a cell holds ``total``, lights lack ``total − weight·length`` and heavies have as much too much.
+    The heavies' surplus is handed to the lights in order; a heavy that gave more than its surplus is topped up by the
+    next. Within a row lack and surplus are equal, so in exact (integer) arithmetic no cell refers to another row.
+    """
+    if not weight.is_floating_point() and float((weight.double() * length).sum()) >= 2**62:
+        raise ValueError("counts are too large for an exact alias table: counts · classes must stay below 2**62")
+    scaled = weight * length
+    light, heavy = (scaled < total).nonzero().squeeze(-1), (scaled >= total).nonzero().squeeze(-1)
+    threshold = torch.ones_like(scaled, dtype=torch.float64)
+    alias = torch.arange(len(scaled), device=scaled.device)
+    if len(light) == 0:
+        return threshold, alias
+    lack = (total - scaled)[light].cumsum(0)
+    surplus = (scaled - total)[heavy].cumsum(0)
+
+    before = torch.cat([lack.new_zeros(1), lack[:-1]])
+    giver = torch.searchsorted(surplus, before, right=True).clamp(max=len(heavy) - 1)
+    threshold[light] = scaled[light].double() / total[light].double()
+    alias[light] = heavy[giver]
+
+    taker = torch.searchsorted(lack, surplus).clamp(max=len(light) - 1)
+    overdrawn = (lack[taker] - surplus).clamp(min=0).double() / total[heavy].double()
+    next_heavy = heavy.roll(-1)
+    next_heavy[-1] = heavy[-1]
+    threshold[heavy] = (1 - overdrawn).clamp(min=0)
+    alias[heavy] = torch.where(overdrawn > 0, next_heavy, heavy)
+    return threshold, alias

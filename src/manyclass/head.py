@@ -1,0 +1,220 @@
+"""The output layer: sampled softmax in training, the exact softmax in evaluation."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import checks, functional, samplers
+
+_REFUSED = {
+    "label_smoothing": "smoothed targets need the logits of all classes",
+    "weight": "for class weights use reduction='none' and weight the losses: (w[target] * loss).sum() / w[target].sum()",
+}
+
+
+class SampledSoftmax(nn.Module):
+    """A linear layer and its cross entropy over many classes, trained on a sample of them.
+
+    In training, `forward` returns the sampled softmax loss with corrected logits (eq. 2 of the paper): each example
+    sees its positive class and ``num_samples`` negatives. In ``eval()`` it returns the exact loss over all classes.
+    It stands where `torch.nn.LinearCrossEntropyLoss` would.
+
+    Args:
+        in_features: size of the query, d.
+        num_classes: n, at least 2.
+        sampler: a name (``"uniform"``, ``"log_uniform"``, ``"unigram"``, ``"bigram"``, ``"softmax"``,
+            ``"quadratic"``, ``"quartic"``) or a `samplers.Sampler`.
+        num_samples: negatives per example, m.
+        prediction: ``"softmax"`` for p ∝ exp(o); ``"absolute"`` for p ∝ exp(|o|), which suits the symmetric kernels
+            ``"quadratic"`` and ``"quartic"``.
+        bias: whether logits have a learned offset per class.
+        sparse: whether gradients of ``weight`` and ``bias`` are sparse tensors (coalesced) that hold only the rows
+            drawn. SGD, Adagrad and SparseAdam take them; Adam and AdamW need ``sparse=False``.
+        reduction: ``"mean"`` over the targets that are not ignored, ``"sum"`` or ``"none"``.
+        ignore_index: a target to leave out. If all are left out, or the batch is empty, the loss is 0.
+        embedding: an ``nn.Embedding(num_classes, in_features)`` whose weight is used: tied input and output weights.
+            Its ``sparse`` must equal ``sparse``.
+        device: of the parameters.
+        dtype: of the parameters. Logits and losses are computed in float32 at least, also under autocast.
+        sampler_options: what the named sampler takes, such as ``counts=`` for ``"unigram"``, ``pairs=`` for
+            ``"bigram"``, ``alpha=`` for ``"quadratic"``.
+
+    Shape:
+        - Input: ``(*batch, in_features)``
+        - Target: ``(*batch)``, integer, in ``[0, num_classes)`` or ``ignore_index``
+        - Output: scalar, or ``(*batch)`` if ``reduction="none"``
+
+    Example:
+        >>> head = SampledSoftmax(64, 100_000, "log_uniform", num_samples=128)
+        >>> loss = head(torch.randn(32, 64), torch.randint(100_000, (32,)))
+        >>> loss.backward()
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        sampler: str | samplers.Sampler,
+        num_samples: int,
+        *,
+        prediction: str = "softmax",
+        bias: bool = False,
+        sparse: bool = True,
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        embedding: nn.Embedding | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **sampler_options: Any,
+    ) -> None:
+        super().__init__()
+        for name in sampler_options.keys() & _REFUSED.keys():
+            raise TypeError(f"SampledSoftmax does not take {name}: {_REFUSED[name]}")
+        self.in_features = checks.positive_int("in_features", in_features)
+        self.num_classes = checks.positive_int("num_classes", num_classes, 2)
+        self.num_samples = checks.positive_int("num_samples", num_samples)
+        checks.one_of("prediction", prediction, functional.PREDICTIONS)
+        checks.one_of("reduction", reduction, functional.REDUCTIONS)
+        self.prediction = prediction
+        self.sparse = sparse
+        self.reduction = reduction
+        self.ignore_index = ignore_index
+
+        # The parameters belong to nn.Embedding modules: DistributedDataParallel expects sparse gradients only there.
+        options: dict[str, Any] = {"sparse": sparse, "device": device, "dtype": dtype}
+        self.embedding = nn.Embedding(num_classes, in_features, **options) if embedding is None else embedding
+        self.bias_embedding = nn.Embedding(num_classes, 1, **options) if bias else None
+        if embedding is None:
+            self.reset_parameters()
+        elif tuple(embedding.weight.shape) != (num_classes, in_features):
+            raise ValueError(
+                f"embedding must have shape ({num_classes}, {in_features}), got {tuple(embedding.weight.shape)}"
+            )
+        elif embedding.sparse != sparse:
+            raise ValueError(f"sparse={sparse} but embedding.sparse={embedding.sparse}; both must be the same")
+
+        if isinstance(sampler, str):
+            sampler = samplers.create(sampler, num_classes, prediction=prediction, **sampler_options)
+        elif not isinstance(sampler, samplers.Sampler):
+            raise TypeError(f"sampler must be a name or a manyclass.samplers.Sampler, got {sampler!r}")
+        elif sampler_options:
+            raise TypeError(f"unknown arguments {', '.join(sampler_options)}: options belong to samplers given by name")
+        elif not sampler.adaptive and sampler.num_classes != num_classes:
+            raise ValueError(f"sampler is for {sampler.num_classes} classes, but num_classes is {num_classes}")
+        self.sampler = sampler.to(self.weight.device)
+
+    def reset_parameters(self) -> None:
+        """Initialise as `torch.nn.Linear` does: uniform within ±1/√d."""
+        bound = 1 / math.sqrt(self.in_features)
+        nn.init.uniform_(self.embedding.weight, -bound, bound)
+        if self.bias_embedding is not None:
+            nn.init.uniform_(self.bias_embedding.weight, -bound, bound)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """Class embeddings, shape ``(num_classes, in_features)``."""
+        return self.embedding.weight  # pyright: ignore[reportReturnType]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Offsets per class, shape ``(num_classes,)``: a view of the parameter ``bias_embedding.weight``."""
+        return None if self.bias_embedding is None else self.bias_embedding.weight.squeeze(-1)
+
+    @torch.compiler.disable
+    def forward(
+        self,
+        input: Tensor,  # shape: (*batch, in_features)
+        target: Tensor,  # shape: (*batch)
+        *,
+        context: Tensor | None = None,  # shape: (*batch)
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Return the loss: sampled in training mode, exact over all classes in evaluation mode.
+
+        Args:
+            input: queries, the model's last hidden layer.
+            target: the positive class of each.
+            context: what the ``"bigram"`` sampler conditions on.
+            generator: source of the random numbers of the draw; default: torch's global one.
+        """
+        with torch.autocast(input.device.type, enabled=False):
+            query = self._check_input(input)
+            labels = checks.indices("target", target, self.num_classes, query.shape[:-1], ignore=self.ignore_index)
+            checks.same_device("target", labels, "input", query)
+            kept = labels != self.ignore_index
+            query, labels = query[kept], labels[kept]
+            if self.training:
+                if context is not None:
+                    context = checks.indices("context", context, None, target.shape)[kept]
+                losses = self._sampled_losses(query, labels, context, generator)
+            else:
+                losses = functional.full_softmax_loss(
+                    query, self.weight, labels, self.bias, "none", prediction=self.prediction
+                )
+            if self.reduction == "none":
+                return losses.new_zeros(target.shape).masked_scatter(kept, losses)
+            return functional.reduce(losses, self.reduction)
+
+    def log_prob(self, input: Tensor) -> Tensor:
+        """Log probability of every class, shape ``(*batch, num_classes)``. O(n·d) per example."""
+        with torch.autocast(input.device.type, enabled=False):
+            return functional.log_prob(self._check_input(input), self.weight, self.bias, prediction=self.prediction)
+
+    @torch.no_grad()
+    def topk(self, input: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The ``k`` most probable classes, best first: log probabilities and ids, both ``(*batch, k)``.
+
+        Scores all classes in chunks, so memory stays bounded.
+        """
+        with torch.autocast(input.device.type, enabled=False):
+            query = self._check_input(input)
+            values, ids = functional.topk(query, self.weight, k, self.bias, prediction=self.prediction)
+            log_z = functional.log_partition(query, self.weight, self.bias, prediction=self.prediction)
+            return values - log_z.unsqueeze(-1), ids
+
+    @torch.no_grad()
+    def predict(self, input: Tensor) -> Tensor:
+        """The most probable class of each query, shape ``(*batch)``."""
+        with torch.autocast(input.device.type, enabled=False):
+            query = self._check_input(input)
+            return functional.topk(query, self.weight, 1, self.bias, prediction=self.prediction)[1].squeeze(-1)
+
+    def _sampled_losses(
+        self, query: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None
+    ) -> Tensor:
+        """Sampled softmax loss of each example: query ``(batch, in_features)``, target ``(batch,)`` → ``(batch,)``."""
+        with torch.no_grad():
+            if self.sampler.adaptive:
+                self.sampler.update(self.weight, bias=self.bias)
+            ids, log_count = self.sampler.draw(
+                query, self.num_samples, exclude=target, context=context, generator=generator
+            )
+            # Each row is read, and gets its gradient, once, however often it was drawn.
+            rows, position = torch.unique(torch.cat([target.unsqueeze(-1), ids], dim=-1), return_inverse=True)
+        weight = functional.select_rows(self.weight, rows, sparse=self.sparse).to(query.dtype)
+        logits = torch.einsum("bd,bkd->bk", query, F.embedding(position, weight))
+        if self.bias_embedding is not None:
+            bias = functional.select_rows(self.bias_embedding.weight, rows, sparse=self.sparse)
+            logits = logits + F.embedding(position, bias).squeeze(-1)
+        return functional.sampled_softmax_loss(
+            logits[:, 0], logits[:, 1:], log_count, "none", prediction=self.prediction
+        )
+
+    def _check_input(self, input: Tensor) -> Tensor:
+        """Check the queries and bring them to the precision of the computation."""
+        checks.queries("input", input, self.in_features)
+        checks.same_device("input", input, "weight", self.weight)
+        if input.dtype != self.weight.dtype and not torch.is_autocast_enabled(input.device.type):
+            raise TypeError(f"input must have the dtype of weight, {self.weight.dtype}, got {input.dtype}")
+        return input.to(torch.promote_types(self.weight.dtype, torch.float32))
+
+    def extra_repr(self) -> str:
+        """Show the sizes and what differs between layers."""
+        return (
+            f"in_features={self.in_features}, num_classes={self.num_classes}, num_samples={self.num_samples}, "
+            f"prediction={self.prediction!r}, bias={self.bias_embedding is not None}, sparse={self.sparse}, "
+            f"reduction={self.reduction!r}"
+        )

@@ -1,0 +1,85 @@
+"""Kernels K(h, w) = f(⟨h, w⟩) to sample from, and their feature maps φ with K(h, w) = ⟨φ(h), φ(w)⟩.
+
+A kernel of your own is any object with ``value(logits)``; with ``feature_map`` and ``feature_dim`` it also has the
+finite φ that lets whole sets of classes be summed up in one vector (Section 3.1 of the paper).
+"""
+
+import math
+from collections import Counter
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from . import checks
+
+# A feature map larger than this does not pay: scoring all classes is cheaper.
+MAX_FEATURES = 1 << 20
+
+
+class Kernel(Protocol):
+    """What `samplers.Kernel` asks of a kernel: a non-negative function of the logit."""
+
+    def value(self, logits: Tensor) -> Tensor:
+        """Map logits ``⟨h, w⟩`` to ``K(h, w) ≥ 0``; the shape is kept."""
+        ...
+
+
+class Polynomial:
+    """``K(h, w) = alpha · ⟨h, w⟩^degree + 1`` for an even ``degree``, so that it is positive everywhere."""
+
+    def __init__(self, degree: int, alpha: float = 1.0) -> None:
+        self.degree = checks.positive_int("degree", degree, 2)
+        if degree % 2:
+            raise ValueError(f"degree must be even, got {degree}: an odd power is negative for negative logits")
+        if not (0 < alpha < math.inf):
+            raise ValueError(f"alpha must be positive and finite, got {alpha}")
+        self.alpha = alpha
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(degree={self.degree}, alpha={self.alpha})"
+
+    def value(self, logits: Tensor) -> Tensor:
+        """``alpha · logits^degree + 1``; the shape is kept."""
+        return self.alpha * logits**self.degree + 1
+
+    def feature_dim(self, in_features: int) -> int:
+        """D: the distinct monomials of ``degree`` in ``in_features`` variables, and one constant."""
+        return math.comb(in_features + self.degree - 1, self.degree) + 1
+
+    def feature_map(self, vectors: Tensor) -> Tensor:
+        """φ: shape ``(*batch, in_features)`` → ``(*batch, feature_dim)``.
+
+        Each monomial appears once, scaled by the root of the number of orders in which its factors can be written
+        (packed symmetric: for ``degree=2`` half of the paper's d² + 1). O(degree · D) per vector.
+        """
+        in_features = vectors.shape[-1]
+        if self.feature_dim(in_features) > MAX_FEATURES:
+            raise ValueError(
+                f"{self} has {self.feature_dim(in_features):,} features for in_features={in_features}; at most "
+                f"{MAX_FEATURES:,} are allowed. Score the classes directly with samplers.Kernel instead"
+            )
+        factors = torch.combinations(torch.arange(in_features), self.degree, with_replacement=True)
+        orders = [
+            math.factorial(self.degree) / math.prod(map(math.factorial, Counter(monomial).values()))
+            for monomial in factors.tolist()
+        ]
+        scale = torch.tensor(orders, dtype=vectors.dtype, device=vectors.device).mul(self.alpha).sqrt()
+        features = scale.expand(*vectors.shape[:-1], -1)
+        for factor in factors.to(vectors.device).unbind(dim=1):
+            features = features * vectors[..., factor]
+        return torch.cat([features, features.new_ones(*features.shape[:-1], 1)], dim=-1)
+
+
+class Quadratic(Polynomial):
+    """``alpha · ⟨h, w⟩² + 1``, the paper's Section 3.3, with D = d(d+1)/2 + 1 features."""
+
+    def __init__(self, alpha: float = 100.0) -> None:
+        super().__init__(2, alpha)
+
+
+class Quartic(Polynomial):
+    """``⟨h, w⟩⁴ + 1``, the paper's Section 4; its D grows with d⁴."""
+
+    def __init__(self) -> None:
+        super().__init__(4)

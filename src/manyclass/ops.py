@@ -1,0 +1,63 @@
+"""The hot operations, each under one name: a native kernel for the CPU, and the PyTorch reference for all else."""
+
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+def _load() -> bool:
+    import manyclass
+
+    for folder in manyclass.__path__:
+        for file in sorted(Path(folder).glob("_native.*")):
+            torch.ops.load_library(str(file))
+            return True
+    warnings.warn(
+        "manyclass was installed without its native core (no C++ compiler or no torch at build time); the slower "
+        "PyTorch reference serves. Install torch and a C++17 compiler, then: pip install --no-build-isolation manyclass",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False
+
+
+_NATIVE = _load()
+
+
+def native_available() -> bool:
+    """Whether the native core was built and loaded; without it the PyTorch reference serves."""
+    return _NATIVE
+
+
+def alias_draw(
+    threshold: Tensor,  # shape: (cells,), float64
+    alias: Tensor,  # shape: (cells,), int64
+    start: Tensor,  # shape: (batch,), int64
+    length: Tensor,  # shape: (batch,), int64
+    uniform: Tensor,  # shape: (batch, draws), float64 in [0, 1)
+) -> Tensor:
+    """Draw cells from alias tables: row ``b`` from the table in cells ``start[b] … start[b] + length[b] − 1``.
+
+    Returns cells of shape ``(batch, draws)``, int64. O(1) per draw.
+    """
+    arguments = (threshold, alias, start, length, uniform)
+    if _NATIVE and uniform.device.type == "cpu":
+        return torch.ops.manyclass.alias_draw(*(argument.contiguous() for argument in arguments))
+    return alias_draw_reference(*arguments)
+
+
+def alias_draw_reference(threshold: Tensor, alias: Tensor, start: Tensor, length: Tensor, uniform: Tensor) -> Tensor:
+    """`alias_draw` in plain PyTorch."""
+    scaled = uniform * length.unsqueeze(-1)
+    column = scaled.long().minimum(length.unsqueeze(-1) - 1)
+    cell = start.unsqueeze(-1) + column
+    return torch.where(scaled - column < threshold[cell], cell, alias[cell])
+
+
+if _NATIVE:
+
+    @torch.library.register_fake("manyclass::alias_draw")
+    def _(threshold: Tensor, alias: Tensor, start: Tensor, length: Tensor, uniform: Tensor) -> Tensor:
+        return torch.empty_like(uniform, dtype=torch.long)

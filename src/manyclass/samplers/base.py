@@ -1,0 +1,143 @@
+"""The contract of a sampler."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import checks
+
+
+class Draw(NamedTuple):
+    """Negatives drawn for a batch of examples."""
+
+    #: Class ids, shape ``(*batch, num_samples)``, int64.
+    ids: Tensor
+    #: Log of the expected number of times that the id enters this example's sample, shape of ``ids``: ``ln(m·q)``
+    #: for ``m`` draws with replacement from ``q``. ``+inf`` marks an empty slot.
+    log_count: Tensor
+
+
+class Sampler(nn.Module):
+    """A distribution q over classes, which may depend on the query, and draws from it.
+
+    A subclass implements `_draw` and `_log_prob` on flat batches of checked arguments, and `update` if it follows the
+    class weights. All that it learns lives in buffers, so ``state_dict``, ``.to()`` and pickling work. It must report
+    the probability of the distribution that it really drew from: a sampler may be stale or rough, never wrong.
+    """
+
+    #: Whether q follows the class weights, so that the layer has to call `update`.
+    adaptive = False
+    #: Whether `draw` and `log_prob` need ``context``.
+    needs_context = False
+    #: Uniform numbers that one draw consumes.
+    uniforms_per_draw = 1
+
+    num_classes: int
+
+    def draw(
+        self,
+        query: Tensor,  # shape: (*batch, in_features)
+        num_samples: int,
+        *,
+        exclude: Tensor | None = None,  # shape: (*batch)
+        context: Tensor | None = None,  # shape: (*batch)
+        generator: torch.Generator | None = None,
+    ) -> Draw:
+        """Draw ``num_samples`` classes for each query, with replacement.
+
+        Args:
+            query: the model's last hidden layer.
+            num_samples: draws per example, m.
+            exclude: one class per example that must not be drawn, the positive. Draws come from q restricted to the
+                other classes and renormalised.
+            context: what the next class is conditioned on, for the samplers that need it (``"bigram"``).
+            generator: source of the random numbers; the same state gives the same draw.
+        """
+        checks.positive_int("num_samples", num_samples)
+        flat, exclude, context = self._flatten(query, exclude, context)
+        shape = (flat.shape[0], num_samples, self.uniforms_per_draw)
+        uniform = torch.rand(shape, dtype=torch.float64, device=query.device, generator=generator)
+        ids, log_prob = self._draw(flat, uniform, exclude, context)
+        log_count = (log_prob + math.log(num_samples)).to(torch.promote_types(query.dtype, torch.float32))
+        shape = (*query.shape[:-1], num_samples)
+        return Draw(ids.reshape(shape), log_count.reshape(shape))
+
+    def log_prob(
+        self,
+        query: Tensor,  # shape: (*batch, in_features)
+        ids: Tensor,  # shape: (*batch, k)
+        *,
+        exclude: Tensor | None = None,  # shape: (*batch)
+        context: Tensor | None = None,  # shape: (*batch)
+    ) -> Tensor:
+        """Log probability of ``ids`` under the distribution that `draw` draws from; −inf for the excluded class.
+
+        Returns shape ``(*batch, k)``, float64.
+        """
+        flat, exclude, context = self._flatten(query, exclude, context)
+        ids = checks.indices("ids", ids, self.num_classes)
+        if ids.dim() == 0 or ids.shape[:-1] != query.shape[:-1]:
+            raise ValueError(f"ids must have shape {(*query.shape[:-1], 'k')}, got {tuple(ids.shape)}")
+        log_prob = self._log_prob(flat, ids.reshape(flat.shape[0], ids.shape[-1]), exclude, context)
+        return log_prob.reshape(ids.shape)
+
+    def update(
+        self,
+        weight: Tensor,  # shape: (num_classes, in_features)
+        rows: Tensor | None = None,  # shape: (k,)
+        *,
+        bias: Tensor | None = None,  # shape: (num_classes,)
+    ) -> None:
+        """Follow the class weights after they changed, everywhere or only in ``rows``. Fixed samplers ignore it."""
+
+    def _draw(
+        self,
+        query: Tensor,  # shape: (batch, in_features)
+        uniform: Tensor,  # shape: (batch, num_samples, uniforms_per_draw), float64
+        exclude: Tensor | None,  # shape: (batch,)
+        context: Tensor | None,  # shape: (batch,)
+    ) -> tuple[Tensor, Tensor]:
+        """Map uniform numbers to ids and their log probabilities, both ``(batch, num_samples)``. A pure function."""
+        raise NotImplementedError
+
+    def _log_prob(
+        self,
+        query: Tensor,  # shape: (batch, in_features)
+        ids: Tensor,  # shape: (batch, k)
+        exclude: Tensor | None,  # shape: (batch,)
+        context: Tensor | None,  # shape: (batch,)
+    ) -> Tensor:
+        """Log probability of ``ids``, shape ``(batch, k)``, float64."""
+        raise NotImplementedError
+
+    def _flatten(
+        self, query: Tensor, exclude: Tensor | None, context: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Check the arguments and give them one batch dimension."""
+        checks.queries("query", query)
+        batch = query.shape[:-1]
+        for name, buffer in self.named_buffers():
+            checks.same_device("query", query, f"the sampler's {name}", buffer)
+        if exclude is not None:
+            if self.num_classes < 2:
+                raise ValueError("exclude leaves no class to draw: num_classes is 1, at least 2 are needed")
+            exclude = checks.indices("exclude", exclude, self.num_classes, batch).reshape(-1)
+            checks.same_device("exclude", exclude, "query", query)
+        if not self.needs_context:
+            context = None
+        elif context is None:
+            raise ValueError(f"context is needed: {type(self).__name__} draws from q(class | context)")
+        else:
+            context = checks.indices("context", context, None, batch).reshape(-1)
+            checks.same_device("context", context, "query", query)
+        return query.reshape(-1, query.shape[-1]), exclude, context
+
+    def _excluded(self, ids: Tensor, exclude: Tensor | None, log_prob: Tensor) -> Tensor:
+        """Set the log probability of the excluded class to −inf."""
+        return log_prob if exclude is None else log_prob.masked_fill(ids == exclude.unsqueeze(-1), -math.inf)
+
+    def extra_repr(self) -> str:
+        """Show the number of classes."""
+        return f"num_classes={self.num_classes}"

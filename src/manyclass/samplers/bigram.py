@@ -1,0 +1,114 @@
+"""Frequencies of the class given its predecessor."""
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..alias import AliasTable
+from .base import Sampler
+from .static import Unigram
+
+
+class Bigram(Sampler):
+    """q(i | c) = (1 − λ)·count(c, i)/count(c) + λ·unigram(i), and the unigram alone for a context never seen.
+
+    The unigram counts every class once more than it was seen, so no class has probability zero. Alias tables, O(1)
+    per draw; memory grows with the distinct pairs.
+
+    Args:
+        pairs: the (context, class) pairs of the training data, shape ``(N, 2)``, integer. In a text the context of a
+            word is the word before: ``torch.stack([tokens[:-1], tokens[1:]], 1)``.
+        num_classes: default: the largest class in ``pairs`` plus one.
+        interpolation: λ, the share of the unigram, in (0, 1].
+    """
+
+    needs_context = True
+    uniforms_per_draw = 2
+
+    keys: Tensor
+
+    def __init__(self, pairs: Tensor, num_classes: int | None = None, interpolation: float = 0.1) -> None:
+        super().__init__()
+        pairs = checks.indices("pairs", pairs, None)
+        if pairs.dim() != 2 or pairs.shape[1] != 2 or len(pairs) == 0:
+            raise ValueError(f"pairs must have shape (N, 2) with N ≥ 1, got {tuple(pairs.shape)}")
+        largest = int(pairs[:, 1].max())
+        self.num_classes = largest + 1 if num_classes is None else checks.positive_int("num_classes", num_classes)
+        if largest >= self.num_classes:
+            raise ValueError(f"pairs must hold classes in [0, {self.num_classes}), got {largest}")
+        if not (0 < interpolation <= 1):
+            raise ValueError(f"interpolation must be in (0, 1], got {interpolation}")
+        self.interpolation = interpolation
+        self.unigram = Unigram(torch.bincount(pairs[:, 1], minlength=self.num_classes) + 1)
+
+        # One sorted key per distinct pair; the keys of one context are consecutive.
+        keys, counts = torch.unique(pairs[:, 0] * self.num_classes + pairs[:, 1], return_counts=True)
+        per_context = torch.bincount(keys // self.num_classes)
+        # The last row, empty, is for contexts never seen.
+        offsets = torch.cat([per_context.new_zeros(1), per_context.cumsum(0), keys.new_tensor([len(keys)])])
+        self.register_buffer("keys", keys)
+        self.table = AliasTable(counts, offsets)
+
+    def _row(self, context: Tensor) -> tuple[Tensor, Tensor]:
+        """The table row of each context and its share of the mixture, 0 if the context was never seen."""
+        row = context.clamp(max=len(self.table.offsets) - 2)
+        return row, torch.where(self.table.total(row) > 0, 1 - self.interpolation, 0.0)
+
+    def _cell(self, context: Tensor, ids: Tensor) -> Tensor:
+        """The table cell of each pair, −1 if it was never seen."""
+        # A context beyond the last row would overflow; clamped, it asks for the empty row.
+        key = context.clamp(max=len(self.table.offsets) - 2) * self.num_classes + ids
+        cell = torch.searchsorted(self.keys, key).clamp(max=len(self.keys) - 1)
+        return torch.where(self.keys[cell] == key, cell, -1)
+
+    def _draw(self, query, uniform, exclude, context):
+        row, share = self._row(context)
+        first, share = uniform[..., 0], share.unsqueeze(-1)
+        # The first uniform number picks the part of the mixture and, stretched to [0, 1), draws from it.
+        from_table = first < share
+        example, slot = from_table.nonzero(as_tuple=True)
+        ids = self.unigram.table.draw(torch.zeros_like(row), ((first - share) / (1 - share)).clamp(min=0))
+        cells = self.table.draw(row[example], (first / share)[example, slot].unsqueeze(-1)).squeeze(-1)
+        ids = ids.index_put((example, slot), self.keys[cells] % self.num_classes)
+        if exclude is not None:
+            example, slot = (ids == exclude.unsqueeze(-1)).nonzero(as_tuple=True)
+            second = self._draw_without(context[example], exclude[example], uniform[example, slot, 1])
+            ids = ids.index_put((example, slot), second)
+        return ids, self._log_prob(query, ids, exclude, context)
+
+    def _draw_without(self, context: Tensor, exclude: Tensor, uniform: Tensor) -> Tensor:
+        """Draw from the mixture without the class ``exclude``; all of shape ``(k,)``."""
+        row, share = self._row(context)
+        skip = self._cell(context, exclude)
+        table_rest = share * (1 - self._frequency(context, exclude))
+        unigram_rest = (1 - share) * (1 - self._unigram_frequency(exclude))
+        mass = uniform * (table_rest + unigram_rest)
+        from_table = mass < table_rest
+        ids = self.unigram.table.draw_without(
+            torch.zeros_like(row), exclude, ((mass - table_rest) / unigram_rest).clamp(min=0)
+        )
+        example = from_table.nonzero().squeeze(-1)
+        cells = self.table.draw_without(row[example], skip[example], (mass / table_rest)[example])
+        return ids.index_put((example,), self.keys[cells] % self.num_classes)
+
+    def _log_prob(self, query, ids, exclude, context):
+        log_prob = self._prob(context.unsqueeze(-1), ids).log()
+        if exclude is not None:
+            log_prob = log_prob - torch.log1p(-self._prob(context, exclude)).unsqueeze(-1)
+        return self._excluded(ids, exclude, log_prob)
+
+    def _prob(self, context: Tensor, ids: Tensor) -> Tensor:
+        share = self._row(context)[1]
+        return share * self._frequency(context, ids) + (1 - share) * self._unigram_frequency(ids)
+
+    def _frequency(self, context: Tensor, ids: Tensor) -> Tensor:
+        """count(c, i)/count(c), 0 for a context never seen."""
+        cell, total = self._cell(context, ids), self.table.total(self._row(context)[0])
+        return torch.where(cell >= 0, self.table.weight[cell.clamp(min=0)] / total, 0.0)
+
+    def _unigram_frequency(self, ids: Tensor) -> Tensor:
+        return self.unigram.table.weight[ids] / self.unigram.table.cumulative[-1]
+
+    def extra_repr(self) -> str:
+        """Show the sizes and the mixture."""
+        return f"num_classes={self.num_classes}, pairs={len(self.keys)}, interpolation={self.interpolation}"

@@ -1,0 +1,142 @@
+"""Distributions that score all classes: exact, O(n·d) per example, the oracles that faster samplers are tested with."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import checks, functional, kernels
+from .base import Sampler
+
+
+class Dense(Sampler):
+    """q_i ∝ exp(log_mass(⟨h, w_i⟩ + b_i)) over a copy of the class weights that `update` brings up to date.
+
+    A draw inverts the distribution function in float64. Examples are worked on in chunks of bounded memory.
+    """
+
+    adaptive = True
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.empty(0, 0))
+        self.register_buffer("bias", torch.empty(0))
+
+    def log_mass(self, logits: Tensor) -> Tensor:
+        """Unnormalised log probability of classes with these ``logits``; the shape is kept."""
+        raise NotImplementedError
+
+    @property
+    def num_classes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Rows of the class weights that were last given to `update`."""
+        return self.weight.shape[0]
+
+    def update(self, weight: Tensor, rows: Tensor | None = None, *, bias: Tensor | None = None) -> None:
+        """Copy the class weights, all of them or only ``rows``."""
+        checks.floating("weight", weight)
+        if weight.dim() != 2 or weight.numel() == 0:
+            raise ValueError(f"weight must have shape (num_classes, in_features), got {tuple(weight.shape)}")
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias must have shape ({len(weight)},), got {tuple(bias.shape)}")
+        pairs = [("weight", weight.detach()), ("bias", weight.new_zeros(0) if bias is None else bias.detach())]
+        for name, new in pairs:
+            old = getattr(self, name)
+            fits = old.shape == new.shape and old.dtype == new.dtype and old.device == new.device
+            if not fits:
+                setattr(self, name, new.clone())
+            elif rows is None:
+                old.copy_(new)
+            elif len(new):
+                checked = checks.indices("rows", rows, len(weight))
+                old[checked] = new[checked]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        # The shape is only known once weights were seen: take over that of the checkpoint.
+        for name in ("weight", "bias"):
+            if prefix + name in state_dict:
+                setattr(self, name, getattr(self, name).new_empty(state_dict[prefix + name].shape))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _flatten(self, query, exclude, context):
+        if self.num_classes == 0:
+            raise ValueError(f"{type(self).__name__} has seen no class weights yet: call update(weight) first")
+        checks.queries("query", query, self.weight.shape[1])
+        return super()._flatten(query, exclude, context)
+
+    def _log_probs(self, query: Tensor, exclude: Tensor | None) -> Tensor:
+        """Log q of all classes, shape ``(batch, num_classes)``, float64."""
+        logits = F.linear(query.to(self.weight.dtype), self.weight, self.bias if len(self.bias) else None)
+        log_mass = self.log_mass(logits.double())
+        if exclude is not None:
+            # In the log domain and before normalising: the rest keeps its precision however large the positive is.
+            log_mass = log_mass.scatter(-1, exclude.unsqueeze(-1), -torch.inf)
+        total = log_mass.logsumexp(dim=-1, keepdim=True)
+        if not bool(torch.isfinite(total).all()):
+            raise ValueError(
+                f"{type(self).__name__} has no probabilities: the logits' total mass is {float(total.sum())}; "
+                "class weights must be finite and some class must have mass"
+            )
+        return log_mass - total
+
+    def _draw(self, query, uniform, exclude, context):
+        results = []
+        for part, numbers, positive in self._chunks(query, uniform, exclude):
+            log_q = self._log_probs(part, positive)
+            cumulative = log_q.exp().cumsum(dim=-1)
+            ids = torch.searchsorted(cumulative, numbers[..., 0] * cumulative[:, -1:], right=True)
+            results.append((ids, log_q.gather(-1, ids)))
+        ids, log_prob = zip(*results, strict=True)
+        return torch.cat(ids), torch.cat(log_prob)
+
+    def _log_prob(self, query, ids, exclude, context):
+        chunks = self._chunks(query, ids, exclude)
+        return torch.cat([self._log_probs(part, positive).gather(-1, chunk) for part, chunk, positive in chunks])
+
+    def _chunks(self, query: Tensor, other: Tensor, exclude: Tensor | None):
+        """Split the batch so that one chunk's logits stay within the memory bound."""
+        size = max(1, functional.MAX_LOGITS // self.num_classes)
+        parts = query.split(size)
+        positives = [None] * len(parts) if exclude is None else exclude.split(size)
+        return zip(parts, other.split(size), positives, strict=True)
+
+
+class Softmax(Dense):
+    """q = p ∝ exp(o), or exp(|o|) for ``prediction="absolute"``: the only q without bias (Theorem 2.1)."""
+
+    def __init__(self, prediction: str = "softmax") -> None:
+        super().__init__()
+        checks.one_of("prediction", prediction, functional.PREDICTIONS)
+        self.prediction = prediction
+
+    def log_mass(self, logits: Tensor) -> Tensor:
+        """The output itself."""
+        return functional.output(logits, self.prediction)
+
+    def extra_repr(self) -> str:
+        """Show what it predicts."""
+        return f"prediction={self.prediction!r}, {super().extra_repr()}"
+
+
+class Kernel(Dense):
+    """q_i ∝ K(h, w_i) for any kernel that is a function of the logit, scored densely."""
+
+    def __init__(self, kernel: kernels.Kernel) -> None:
+        super().__init__()
+        if not callable(getattr(kernel, "value", None)):
+            raise TypeError(f"kernel must have a method value(logits), got {kernel!r}")
+        self.kernel = kernel
+
+    def log_mass(self, logits: Tensor) -> Tensor:
+        """``ln K``."""
+        value = self.kernel.value(logits)
+        if bool((value < 0).any()):
+            raise ValueError(f"kernel must not be negative, got {float(value.min())} from {self.kernel!r}")
+        return value.log()
+
+    def extra_repr(self) -> str:
+        """Show the kernel."""
+        return f"{self.kernel!r}, {super().extra_repr()}"

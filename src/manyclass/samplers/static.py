@@ -1,0 +1,124 @@
+"""Fixed distributions: uniform, log-uniform (Zipf) and class frequencies."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..alias import AliasTable
+from .base import Sampler
+
+
+class Uniform(Sampler):
+    """q_i = 1/n. O(1) per draw, no memory."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.num_classes = checks.positive_int("num_classes", num_classes)
+
+    def _draw(self, query, uniform, exclude, context):
+        size = self.num_classes - (exclude is not None)
+        ids = (uniform[..., 0] * size).long().clamp(max=size - 1)
+        if exclude is not None:
+            ids = ids + (ids >= exclude.unsqueeze(-1))
+        return ids, self._log_prob(query, ids, exclude, context)
+
+    def _log_prob(self, query, ids, exclude, context):
+        log_prob = torch.full(ids.shape, -math.log(self.num_classes - (exclude is not None)), dtype=torch.float64)
+        return self._excluded(ids, exclude, log_prob.to(ids.device))
+
+
+class LogUniform(Sampler):
+    """q_i = ln((i + 2)/(i + 1)) / ln(n + 1): Zipf's law, for class ids sorted by falling frequency.
+
+    The distribution of TensorFlow's log-uniform candidate sampler. O(1) per draw, no memory.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.num_classes = checks.positive_int("num_classes", num_classes)
+
+    def _draw(self, query, uniform, exclude, context):
+        # ln(i + 1) is the unnormalised mass before class i: an excluded class is an interval to jump over.
+        total = math.log(self.num_classes + 1)
+        if exclude is None:
+            ids = self._class_at(uniform[..., 0] * total)
+        else:
+            positive = exclude.unsqueeze(-1)
+            left, right = positive.double().log1p(), (positive + 1).double().log1p()
+            mass = uniform[..., 0] * (left + (total - right))
+            below = (mass < left) | (positive == self.num_classes - 1)
+            ids = self._class_at(torch.where(below, mass, mass + (right - left)))
+            ids = torch.where(below, ids.minimum(positive - 1), ids.maximum(positive + 1))
+        return ids, self._log_prob(query, ids, exclude, context)
+
+    def _class_at(self, mass: Tensor) -> Tensor:
+        return mass.expm1().long().clamp(0, self.num_classes - 1)
+
+    def _log_prob(self, query, ids, exclude, context):
+        rest = math.log(self.num_classes + 1) - (0 if exclude is None else self._mass(exclude).unsqueeze(-1))
+        return self._excluded(ids, exclude, (self._mass(ids) / rest).log())
+
+    def _mass(self, ids: Tensor) -> Tensor:
+        return (1 / (ids.double() + 1)).log1p()
+
+
+class Unigram(Sampler):
+    """q_i ∝ counts_i^power: class frequencies. Alias table, O(1) per draw.
+
+    A class whose count is 0 is never drawn and has ``log_prob`` −inf, so the loss never sees it as a negative: add 1
+    to all counts if it should be.
+
+    Args:
+        counts: occurrences of each class, shape ``(num_classes,)``, integer or floating point, not negative.
+        power: 1 is the frequency itself; 0.75 is what word2vec uses; 0 is uniform over classes that occur.
+    """
+
+    uniforms_per_draw = 2
+
+    def __init__(self, counts: Tensor, power: float = 1.0) -> None:
+        super().__init__()
+        if not isinstance(counts, Tensor) or counts.is_complex() or counts.dtype == torch.bool:
+            raise TypeError(f"counts must be a tensor of numbers, got {getattr(counts, 'dtype', type(counts).__name__)}")
+        if counts.dim() != 1 or counts.numel() == 0:
+            raise ValueError(f"counts must have shape (num_classes,), got {tuple(counts.shape)}")
+        if not math.isfinite(power):
+            raise ValueError(f"power must be finite, got {power}")
+        low, high = (float(x) for x in torch.aminmax(counts))
+        if not (low >= 0 and high < math.inf):
+            raise ValueError(f"counts must be finite and not negative, got values from {low} to {high}")
+        if high == 0:
+            raise ValueError("counts must not all be zero")
+        self.power = power
+        self.num_classes = len(counts)
+        if power == 1 and not counts.is_floating_point() and float(counts.double().sum()) * len(counts) < 2**62:
+            weight = counts.long()
+        else:
+            weight = torch.where(counts > 0, counts.double() ** power, 0.0)
+        self.table = AliasTable(weight)
+
+    def _draw(self, query, uniform, exclude, context):
+        row = torch.zeros(len(query), dtype=torch.long, device=query.device)
+        ids = self.table.draw(row, uniform[..., 0])
+        if exclude is not None:
+            alone = self.table.weight[exclude] >= self.table.cumulative[-1]
+            if bool(alone.any()):
+                raise ValueError(
+                    f"exclude = {int(exclude[alone][0])} leaves no class to draw: no other class has a count above 0"
+                )
+            # A hit on the excluded class is drawn once more from the other classes: q_i + q_y · q_i/(1 − q_y).
+            example, slot = (ids == exclude.unsqueeze(-1)).nonzero(as_tuple=True)
+            second = self.table.draw_without(row[example], exclude[example], uniform[example, slot, 1])
+            ids = ids.index_put((example, slot), second)
+        return ids, self._log_prob(query, ids, exclude, context)
+
+    def _log_prob(self, query, ids, exclude, context):
+        rest = self.table.cumulative[-1]
+        if exclude is not None:
+            rest = (rest - self.table.weight[exclude]).unsqueeze(-1)
+        return self._excluded(ids, exclude, (self.table.weight[ids] / rest).log())
+
+    def extra_repr(self) -> str:
+        """Show the number of classes and the power."""
+        return f"num_classes={self.num_classes}, power={self.power}"
