@@ -92,7 +92,8 @@ def _build(weight: Tensor, total: Tensor, length: Tensor) -> tuple[Tensor, Tenso
     alias[light] = heavy[giver]
 
     taker = torch.searchsorted(lack, surplus).clamp(max=len(light) - 1)
-    overdrawn = (lack[taker] - surplus).clamp(min=0).double() / total[heavy].double()
+    overdrawn = torch.where(before[taker] < surplus, lack[taker] - surplus, 0).clamp(min=0)
+    overdrawn = overdrawn.double() / total[heavy].double()
     next_heavy = heavy.roll(-1)
     next_heavy[-1] = heavy[-1]
     threshold[heavy] = (1 - overdrawn).clamp(min=0)
