@@ -42,15 +42,25 @@ def queries(name: str, value: object, in_features: int | None = None) -> Tensor:
 
 
 def indices(
-    name: str, value: object, limit: int | None, shape: Sequence[int] | None = None, ignore: int | None = None
+    name: str,
+    value: object,
+    limit: int | None,
+    *,
+    batch_of: Tensor | None = None,
+    ignore: int | None = None,
 ) -> Tensor:
-    """Return ``value`` as int64 if it is an integer tensor of ``shape`` with values in ``[0, limit)`` or ``ignore``."""
+    """Return ``value`` as int64 if it is an integer tensor with values in ``[0, limit)``, or ``ignore``.
+
+    With ``batch_of``, queries of shape ``(*batch, in_features)``, it must have shape ``(*batch)`` and their device.
+    """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
         raise TypeError(f"{name} must have an integer dtype, got {value.dtype}")
-    if shape is not None and tuple(value.shape) != tuple(shape):
-        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
+    if batch_of is not None:
+        same_device(name, value, "the query", batch_of)
+        if value.shape != batch_of.shape[:-1]:
+            raise ValueError(f"{name} must have shape {tuple(batch_of.shape[:-1])}, got {tuple(value.shape)}")
     counted = value if ignore is None else value[value != ignore]
     if counted.numel():
         low, high = (int(x) for x in torch.aminmax(counted))
@@ -64,4 +74,4 @@ def indices(
 def same_device(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
     """Raise unless both tensors are on one device."""
     if value.device != other.device:
-        raise ValueError(f"{name} is on {value.device} but {other_name} is on {other.device}; both must be on one device")
+        raise ValueError(f"{name} is on {value.device} but {other_name} is on {other.device}; both must be on the same")

@@ -57,13 +57,14 @@ def sampled_softmax_loss(
             f"negative_logits must have shape (*batch, num_samples) with batch = {tuple(positive_logits.shape)}, "
             f"the shape of positive_logits; got {tuple(negative_logits.shape)}"
         )
-    positive = output(positive_logits, prediction)
-    corrected = output(negative_logits, prediction) - log_count
-    if corrected.shape != negative_logits.shape:
+    sizes = zip(reversed(log_count.shape), reversed(negative_logits.shape), strict=False)
+    if log_count.dim() > negative_logits.dim() or any(own not in (1, size) for own, size in sizes):
         raise ValueError(
             f"log_count must broadcast to {tuple(negative_logits.shape)}, the shape of negative_logits; "
             f"got {tuple(log_count.shape)}"
         )
+    positive = output(positive_logits, prediction)
+    corrected = output(negative_logits, prediction) - log_count
     log_partition = torch.cat([positive.unsqueeze(-1), corrected], dim=-1).logsumexp(dim=-1)
     return reduce(log_partition - positive, reduction)
 
@@ -195,7 +196,9 @@ class _SelectRows(torch.autograd.Function):
 
         if weight.is_leaf:
             torch.autograd.Variable._execution_engine.queue_callback(mark_coalesced)  # pyright: ignore
-        return torch.sparse_coo_tensor(rows[None], grads[0], weight.shape, is_coalesced=True, check_invariants=False), None
+        indices, shape = rows.unsqueeze(0), weight.shape
+        grad = torch.sparse_coo_tensor(indices, grads[0], shape, is_coalesced=True, check_invariants=False)
+        return grad, None
 
 
 def select_rows(weight: Tensor, rows: Tensor, *, sparse: bool) -> Tensor:

@@ -1,7 +1,7 @@
 """The output layer: sampled softmax in training, the exact softmax in evaluation."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,13 @@ from . import checks, functional, samplers
 
 _REFUSED = {
     "label_smoothing": "smoothed targets need the logits of all classes",
-    "weight": "for class weights use reduction='none' and weight the losses: (w[target] * loss).sum() / w[target].sum()",
+    "weight": "for class weights take reduction='none' and average: (w[target] * loss).sum() / w[target].sum()",
 }
+
+
+def _full_precision(query: Tensor) -> torch.autocast:
+    """Autocast would run the matrix products of the loss in half precision."""
+    return torch.autocast(query.device.type, enabled=False)
 
 
 class SampledSoftmax(nn.Module):
@@ -84,17 +89,24 @@ class SampledSoftmax(nn.Module):
         self.ignore_index = ignore_index
 
         # The parameters belong to nn.Embedding modules: DistributedDataParallel expects sparse gradients only there.
-        options: dict[str, Any] = {"sparse": sparse, "device": device, "dtype": dtype}
-        self.embedding = nn.Embedding(num_classes, in_features, **options) if embedding is None else embedding
-        self.bias_embedding = nn.Embedding(num_classes, 1, **options) if bias else None
+        def parameters(columns: int) -> nn.Embedding:
+            place = torch.get_default_device() if device is None else device
+            new = nn.utils.skip_init(nn.Embedding, num_classes, columns, sparse=sparse, device=place, dtype=dtype)
+            new = cast(nn.Embedding, new)
+            bound = 1 / math.sqrt(in_features)  # as nn.Linear
+            nn.init.uniform_(new.weight, -bound, bound)
+            return new
+
         if embedding is None:
-            self.reset_parameters()
+            embedding = parameters(in_features)
         elif tuple(embedding.weight.shape) != (num_classes, in_features):
             raise ValueError(
                 f"embedding must have shape ({num_classes}, {in_features}), got {tuple(embedding.weight.shape)}"
             )
         elif embedding.sparse != sparse:
             raise ValueError(f"sparse={sparse} but embedding.sparse={embedding.sparse}; both must be the same")
+        self.embedding = embedding
+        self.bias_embedding = parameters(1) if bias else None
 
         if isinstance(sampler, str):
             sampler = samplers.create(sampler, num_classes, prediction=prediction, **sampler_options)
@@ -106,13 +118,6 @@ class SampledSoftmax(nn.Module):
             raise ValueError(f"sampler is for {sampler.num_classes} classes, but num_classes is {num_classes}")
         self.sampler = sampler.to(self.weight.device)
 
-    def reset_parameters(self) -> None:
-        """Initialise as `torch.nn.Linear` does: uniform within ±1/√d."""
-        bound = 1 / math.sqrt(self.in_features)
-        nn.init.uniform_(self.embedding.weight, -bound, bound)
-        if self.bias_embedding is not None:
-            nn.init.uniform_(self.bias_embedding.weight, -bound, bound)
-
     @property
     def weight(self) -> nn.Parameter:
         """Class embeddings, shape ``(num_classes, in_features)``."""
@@ -123,7 +128,6 @@ class SampledSoftmax(nn.Module):
         """Offsets per class, shape ``(num_classes,)``: a view of the parameter ``bias_embedding.weight``."""
         return None if self.bias_embedding is None else self.bias_embedding.weight.squeeze(-1)
 
-    @torch.compiler.disable
     def forward(
         self,
         input: Tensor,  # shape: (*batch, in_features)
@@ -140,28 +144,34 @@ class SampledSoftmax(nn.Module):
             context: what the ``"bigram"`` sampler conditions on.
             generator: source of the random numbers of the draw; default: torch's global one.
         """
-        with torch.autocast(input.device.type, enabled=False):
-            query = self._check_input(input)
-            labels = checks.indices("target", target, self.num_classes, query.shape[:-1], ignore=self.ignore_index)
-            checks.same_device("target", labels, "input", query)
-            kept = labels != self.ignore_index
-            query, labels = query[kept], labels[kept]
+        return self._forward(input, target, context, generator)  # pyright: ignore[reportCallIssue]
+
+    @torch.compiler.disable  # shapes depend on the draw: a compiled model has one graph break here
+    def _forward(
+        self, input: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None
+    ) -> Tensor:
+        query = self._check_input(input)
+        labels = checks.indices("target", target, self.num_classes, batch_of=query, ignore=self.ignore_index)
+        kept = labels != self.ignore_index
+        if context is not None:
+            context = checks.indices("context", context, None, batch_of=query)[kept]
+        query, labels = query[kept], labels[kept]
+        with _full_precision(query):
             if self.training:
-                if context is not None:
-                    context = checks.indices("context", context, None, target.shape)[kept]
                 losses = self._sampled_losses(query, labels, context, generator)
             else:
                 losses = functional.full_softmax_loss(
                     query, self.weight, labels, self.bias, "none", prediction=self.prediction
                 )
-            if self.reduction == "none":
-                return losses.new_zeros(target.shape).masked_scatter(kept, losses)
-            return functional.reduce(losses, self.reduction)
+        if self.reduction == "none":
+            return losses.new_zeros(target.shape).masked_scatter(kept, losses)
+        return functional.reduce(losses, self.reduction)
 
     def log_prob(self, input: Tensor) -> Tensor:
         """Log probability of every class, shape ``(*batch, num_classes)``. O(n·d) per example."""
-        with torch.autocast(input.device.type, enabled=False):
-            return functional.log_prob(self._check_input(input), self.weight, self.bias, prediction=self.prediction)
+        query = self._check_input(input)
+        with _full_precision(query):
+            return functional.log_prob(query, self.weight, self.bias, prediction=self.prediction)
 
     @torch.no_grad()
     def topk(self, input: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -169,8 +179,8 @@ class SampledSoftmax(nn.Module):
 
         Scores all classes in chunks, so memory stays bounded.
         """
-        with torch.autocast(input.device.type, enabled=False):
-            query = self._check_input(input)
+        query = self._check_input(input)
+        with _full_precision(query):
             values, ids = functional.topk(query, self.weight, k, self.bias, prediction=self.prediction)
             log_z = functional.log_partition(query, self.weight, self.bias, prediction=self.prediction)
             return values - log_z.unsqueeze(-1), ids
@@ -178,8 +188,8 @@ class SampledSoftmax(nn.Module):
     @torch.no_grad()
     def predict(self, input: Tensor) -> Tensor:
         """The most probable class of each query, shape ``(*batch)``."""
-        with torch.autocast(input.device.type, enabled=False):
-            query = self._check_input(input)
+        query = self._check_input(input)
+        with _full_precision(query):
             return functional.topk(query, self.weight, 1, self.bias, prediction=self.prediction)[1].squeeze(-1)
 
     def _sampled_losses(
@@ -205,8 +215,9 @@ class SampledSoftmax(nn.Module):
 
     def _check_input(self, input: Tensor) -> Tensor:
         """Check the queries and bring them to the precision of the computation."""
-        checks.queries("input", input, self.in_features)
+        checks.floating("input", input)
         checks.same_device("input", input, "weight", self.weight)
+        checks.queries("input", input, self.in_features)
         if input.dtype != self.weight.dtype and not torch.is_autocast_enabled(input.device.type):
             raise TypeError(f"input must have the dtype of weight, {self.weight.dtype}, got {input.dtype}")
         return input.to(torch.promote_types(self.weight.dtype, torch.float32))

@@ -16,7 +16,7 @@ def _load() -> bool:
             return True
     warnings.warn(
         "manyclass was installed without its native core (no C++ compiler or no torch at build time); the slower "
-        "PyTorch reference serves. Install torch and a C++17 compiler, then: pip install --no-build-isolation manyclass",
+        "PyTorch reference serves. Install torch and a C++17 compiler first, then manyclass with --no-build-isolation.",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -35,6 +35,8 @@ class Sampler(nn.Module):
     uniforms_per_draw = 1
 
     num_classes: int
+    #: Size of the query; None if any will do.
+    in_features: int | None = None
 
     def draw(
         self,
@@ -116,22 +118,20 @@ class Sampler(nn.Module):
         self, query: Tensor, exclude: Tensor | None, context: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Check the arguments and give them one batch dimension."""
-        checks.queries("query", query)
-        batch = query.shape[:-1]
+        checks.floating("query", query)
         for name, buffer in self.named_buffers():
             checks.same_device("query", query, f"the sampler's {name}", buffer)
+        checks.queries("query", query, self.in_features)
         if exclude is not None:
             if self.num_classes < 2:
                 raise ValueError("exclude leaves no class to draw: num_classes is 1, at least 2 are needed")
-            exclude = checks.indices("exclude", exclude, self.num_classes, batch).reshape(-1)
-            checks.same_device("exclude", exclude, "query", query)
+            exclude = checks.indices("exclude", exclude, self.num_classes, batch_of=query).reshape(-1)
         if not self.needs_context:
             context = None
         elif context is None:
             raise ValueError(f"context is needed: {type(self).__name__} draws from q(class | context)")
         else:
-            context = checks.indices("context", context, None, batch).reshape(-1)
-            checks.same_device("context", context, "query", query)
+            context = checks.indices("context", context, None, batch_of=query).reshape(-1)
         return query.reshape(-1, query.shape[-1]), exclude, context
 
     def _excluded(self, ids: Tensor, exclude: Tensor | None, log_prob: Tensor) -> Tensor:

@@ -62,6 +62,7 @@ class Bigram(Sampler):
         return torch.where(self.keys[cell] == key, cell, -1)
 
     def _draw(self, query, uniform, exclude, context):
+        assert context is not None
         row, share = self._row(context)
         first, share = uniform[..., 0], share.unsqueeze(-1)
         # The first uniform number picks the part of the mixture and, stretched to [0, 1), draws from it.
@@ -92,6 +93,7 @@ class Bigram(Sampler):
         return ids.index_put((example,), self.keys[cells] % self.num_classes)
 
     def _log_prob(self, query, ids, exclude, context):
+        assert context is not None
         log_prob = self._prob(context.unsqueeze(-1), ids).log()
         if exclude is not None:
             log_prob = log_prob - torch.log1p(-self._prob(context, exclude)).unsqueeze(-1)

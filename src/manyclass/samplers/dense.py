@@ -35,6 +35,11 @@ class Dense(Sampler):
         """Rows of the class weights that were last given to `update`."""
         return self.weight.shape[0]
 
+    @property
+    def in_features(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Columns of the class weights that were last given to `update`."""
+        return self.weight.shape[1]
+
     def update(self, weight: Tensor, rows: Tensor | None = None, *, bias: Tensor | None = None) -> None:
         """Copy the class weights, all of them or only ``rows``."""
         checks.floating("weight", weight)
@@ -54,7 +59,7 @@ class Dense(Sampler):
                 checked = checks.indices("rows", rows, len(weight))
                 old[checked] = new[checked]
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:  # pyright: ignore
         # The shape is only known once weights were seen: take over that of the checkpoint.
         for name in ("weight", "bias"):
             if prefix + name in state_dict:
@@ -64,7 +69,6 @@ class Dense(Sampler):
     def _flatten(self, query, exclude, context):
         if self.num_classes == 0:
             raise ValueError(f"{type(self).__name__} has seen no class weights yet: call update(weight) first")
-        checks.queries("query", query, self.weight.shape[1])
         return super()._flatten(query, exclude, context)
 
     def _log_probs(self, query: Tensor, exclude: Tensor | None) -> Tensor:

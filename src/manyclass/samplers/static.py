@@ -80,7 +80,8 @@ class Unigram(Sampler):
     def __init__(self, counts: Tensor, power: float = 1.0) -> None:
         super().__init__()
         if not isinstance(counts, Tensor) or counts.is_complex() or counts.dtype == torch.bool:
-            raise TypeError(f"counts must be a tensor of numbers, got {getattr(counts, 'dtype', type(counts).__name__)}")
+            kind = getattr(counts, "dtype", type(counts).__name__)
+            raise TypeError(f"counts must be a tensor of numbers, got {kind}")
         if counts.dim() != 1 or counts.numel() == 0:
             raise ValueError(f"counts must have shape (num_classes,), got {tuple(counts.shape)}")
         if not math.isfinite(power):

@@ -1,0 +1,49 @@
+"""The command line."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    help="Train a softmax over thousands to millions of classes by adaptive, kernel based sampling.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measure speed: alternatives side by side in one run, as ratios.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+Out = Annotated[Path, typer.Option(help="Folder for figures and plots; made if it is missing.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: what torch chooses.")]
+
+
+def _start(threads: int | None) -> Console:
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    torch.sparse.check_sparse_tensor_invariants.disable()  # else torch warns that this is its default
+    return Console()
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=6, help="Training steps of each run.")] = 200,
+    out: Out = Path("out"),
+    seed: Annotated[int, typer.Option(help="Seed of the weights and the draws.")] = 0,
+    threads: Threads = None,
+) -> None:
+    """Train a language model on the Python standard library's sources: full softmax against sampled softmax."""
+    from . import demo
+
+    demo.run(steps, out, seed, _start(threads))
+
+
+@bench.command()
+def draws(out: Out = Path("out"), threads: Threads = None) -> None:
+    """Draws from class counts: the native alias kernel against its reference and against torch."""
+    from . import bench
+
+    bench.draws(out, _start(threads))

@@ -1,0 +1,5 @@
+"""Small, readable models to put the output layer on."""
+
+from .language import LanguageModel
+
+__all__ = ["LanguageModel"]

@@ -1,0 +1,126 @@
+"""The command line and the examples of the README."""
+
+import csv
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from manyclass import SampledSoftmax, bench, demo, training
+from manyclass.data import Corpus, corpus, python_corpus
+from manyclass.models import LanguageModel
+
+ROOT = Path(__file__).parent.parent
+
+
+def manyclass(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "manyclass", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def small_corpus() -> Corpus:
+    generator = torch.Generator().manual_seed(0)
+    return Corpus(torch.randint(50, (9000,), generator=generator), [str(i) for i in range(50)])
+
+
+def test_help_teaches():
+    run = manyclass("--help")
+    assert run.returncode == 0
+    assert "demo" in run.stdout
+    assert "bench" in run.stdout
+
+
+@pytest.mark.parametrize("arguments", [["demo", "--steps", "0"], ["nonsense"], ["demo", "--threads", "none"]])
+def test_wrong_usage(arguments):
+    run = manyclass(*arguments)
+    assert run.returncode == 2
+    assert "Traceback" not in run.stderr
+
+
+def test_errors_are_one_line(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    run = manyclass("bench", "draws", "--out", str(blocked))
+    assert run.returncode == 2
+    assert run.stderr.startswith("manyclass: ")
+    assert run.stderr.count("\n") == 1
+    assert str(blocked) in run.stderr
+
+
+def test_demo(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "python_corpus", small_corpus)
+    console = Console(record=True, width=200)
+    demo.run(6, tmp_path / "new", 0, console)
+    text = console.export_text()
+    assert str(tmp_path / "new" / "demo.png") in text
+    assert "1.0×" in text
+    with (tmp_path / "new" / "demo.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["run"] for row in rows} == {"full softmax", "uniform", "unigram"}
+    assert all(float(row["loss"]) > 0 for row in rows)
+    # The same start for all: the first loss is that of the untrained model.
+    assert len({row["loss"] for row in rows if row["step"] == "0"}) == 1
+    assert (tmp_path / "new" / "demo.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_bench_draws(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "SIZES", (100, 1000))
+    bench.draws(tmp_path, Console(width=200), batch=4, num_samples=3)
+    with (tmp_path / "draws.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 8
+    assert all(float(row["seconds"]) > 0 for row in rows)
+
+
+def test_training_learns_and_repeats():
+    def losses(seed: int) -> list[float]:
+        torch.manual_seed(seed)
+        tokens = torch.arange(7).repeat(2000)  # every token follows from the one before
+        model = LanguageModel(7, 16, SampledSoftmax(16, 7, "uniform", 3))
+        records = training.train_language_model(model, tokens, tokens[:800], steps=60)
+        assert [record.step for record in records] == [0, 12, 24, 36, 48, 60]
+        return [record.loss for record in records]
+
+    first = losses(0)
+    assert first[0] > 1.5
+    assert first[-1] < 0.1
+    assert losses(0) == first
+    assert losses(1) != first
+
+
+def test_windows_walk_along_the_text():
+    tokens = torch.arange(101)
+    batches = training.windows(tokens, batch=2, length=10)
+    x, y = next(batches)
+    assert x.shape == y.shape == (2, 10)
+    assert torch.equal(y, x + 1)
+    assert x[:, 0].tolist() == [0, 50]
+    assert torch.equal(next(batches)[0], x + 10)
+    with pytest.raises(ValueError, match="a text of 101 tokens is too short for batch=50 and length=10"):
+        next(training.windows(tokens, batch=50, length=10))
+
+
+def test_corpus():
+    text = Corpus.from_texts(["a b, a", "b a once"])
+    assert text.vocabulary == [corpus.RARE, "a", "b"]
+    assert text.tokens.tolist() == [1, 2, 0, 1, 2, 1, 0]
+    assert text.counts().tolist() == [2, 3, 2]
+
+
+def test_python_corpus_has_many_classes():
+    text = python_corpus()
+    assert len(text.vocabulary) > 10_000
+    assert len(text.tokens) > 500_000
+    assert int(text.tokens.max()) == len(text.vocabulary) - 1
+
+
+@pytest.mark.parametrize("block", re.findall(r"```python\n(import.*?)```", (ROOT / "README.md").read_text(), re.S))
+def test_readme_examples_run(block):
+    names: dict[str, torch.Tensor] = {}
+    exec(block, names)
+    assert names["classes"].shape == (16, 10)
+    assert torch.isfinite(names["exact_loss"])
