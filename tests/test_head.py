@@ -7,6 +7,8 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import manyclass
@@ -68,6 +70,30 @@ def test_training_loss_and_gradients_are_the_formula(name, bias, prediction):
         assert parameter.grad.is_sparse
         assert parameter.grad.is_coalesced()
         assert torch.equal(parameter.grad.indices()[0], drawn)
+
+
+@given(
+    shape=st.lists(st.integers(0, 4), max_size=3),
+    sizes=st.tuples(st.integers(1, 9), st.integers(2, 40), st.integers(1, 7)),
+    name=st.sampled_from(["uniform", "log_uniform", "unigram", "softmax", "quadratic"]),
+    ignored=st.booleans(),
+    training=st.booleans(),
+)
+@settings(deadline=None, derandomize=True, max_examples=60)
+def test_random_shapes(shape, sizes, name, ignored, training):
+    d, n, m = sizes
+    options = {"counts": torch.ones(n)} if name == "unigram" else {}
+    head = SampledSoftmax(d, n, name, m, reduction="none", **options).train(training)
+    query, target = torch.randn(*shape, d, requires_grad=True), torch.randint(n, shape)
+    if ignored:
+        target = target.masked_fill(torch.rand(shape) < 0.5, -100)
+    losses = head(query, target)
+    assert losses.shape == target.shape
+    assert torch.equal(losses > 0, target != -100)
+    losses.sum().backward()
+    assert query.grad is not None
+    assert (query.grad[target == -100] == 0).all()
+    assert all(bool(torch.isfinite(g).all()) for g in (losses, query.grad, head.weight.grad.to_dense()))
 
 
 @pytest.mark.parametrize("name", ["softmax", "quadratic"])
