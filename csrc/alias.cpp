@@ -1,34 +1,25 @@
 // Draws from alias tables (Walker 1977), many tables side by side in one pair of arrays.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
-#include <cstdint>
+
+#include "check.h"
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-void check(const Tensor& tensor, ScalarType dtype, int64_t dim, const char* name) {
-  STD_TORCH_CHECK(tensor.is_cpu() && tensor.is_contiguous(), "alias_draw: ", name, " must be contiguous and on the CPU");
-  STD_TORCH_CHECK(tensor.scalar_type() == dtype, "alias_draw: ", name, " has the wrong dtype");
-  STD_TORCH_CHECK(tensor.dim() == dim, "alias_draw: ", name, " must have ", dim, " dimensions, got ", tensor.dim());
-}
+using namespace manyclass;
 
 // threshold, alias: (cells,)   start, length: (batch,)   uniform: (batch, draws) in [0, 1)   ->  cells (batch, draws)
 // Row b draws from the table in cells [start[b], start[b] + length[b]): one multiplication picks a cell, its
 // fractional part decides between the cell and its alias.
 Tensor alias_draw(const Tensor& threshold, const Tensor& alias, const Tensor& start, const Tensor& length,
                   const Tensor& uniform) {
-  check(threshold, ScalarType::Double, 1, "threshold");
-  check(alias, ScalarType::Long, 1, "alias");
-  check(start, ScalarType::Long, 1, "start");
-  check(length, ScalarType::Long, 1, "length");
-  check(uniform, ScalarType::Double, 2, "uniform");
+  check(threshold, ScalarType::Double, 1, "alias_draw", "threshold");
+  check(alias, ScalarType::Long, 1, "alias_draw", "alias");
+  check(start, ScalarType::Long, 1, "alias_draw", "start");
+  check(length, ScalarType::Long, 1, "alias_draw", "length");
+  check(uniform, ScalarType::Double, 2, "alias_draw", "uniform");
   const int64_t batch = uniform.size(0), draws = uniform.size(1), cells = threshold.numel();
   STD_TORCH_CHECK(alias.numel() == cells, "alias_draw: threshold and alias differ in length");
   STD_TORCH_CHECK(start.numel() == batch && length.numel() == batch, "alias_draw: start, length and uniform differ in length");
@@ -63,7 +54,7 @@ Tensor alias_draw(const Tensor& threshold, const Tensor& alias, const Tensor& st
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY(manyclass, library) {
+STABLE_TORCH_LIBRARY_FRAGMENT(manyclass, library) {
   library.def("alias_draw(Tensor threshold, Tensor alias, Tensor start, Tensor length, Tensor uniform) -> Tensor");
 }
 

@@ -109,7 +109,9 @@ class SampledSoftmax(nn.Module):
         self.bias_embedding = parameters(1) if bias else None
 
         if isinstance(sampler, str):
-            sampler = samplers.create(sampler, num_classes, prediction=prediction, **sampler_options)
+            sampler = samplers.create(
+                sampler, num_classes, in_features, prediction=prediction, bias=bias, **sampler_options
+            )
         elif not isinstance(sampler, samplers.Sampler):
             raise TypeError(f"sampler must be a name or a manyclass.samplers.Sampler, got {sampler!r}")
         elif sampler_options:

@@ -4,8 +4,8 @@ A kernel of your own is any object with ``value(logits)``; with ``feature_map`` 
 finite φ that lets whole sets of classes be summed up in one vector (Section 3.1 of the paper).
 """
 
+import functools
 import math
-from collections import Counter
 from typing import Protocol
 
 import torch
@@ -22,6 +22,18 @@ class Kernel(Protocol):
 
     def value(self, logits: Tensor) -> Tensor:
         """Map logits ``⟨h, w⟩`` to ``K(h, w) ≥ 0``; the shape is kept."""
+        ...
+
+
+class FeatureKernel(Protocol):
+    """What `samplers.KernelTree` asks of a kernel: its feature map; a method ``value(logits)`` is used if there is one."""
+
+    def feature_dim(self, in_features: int) -> int:
+        """D, the number of features of a vector of ``in_features`` numbers."""
+        ...
+
+    def feature_map(self, vectors: Tensor) -> Tensor:
+        """φ: shape ``(*batch, in_features)`` → ``(*batch, feature_dim)``."""
         ...
 
 
@@ -59,16 +71,24 @@ class Polynomial:
                 f"{self} has {self.feature_dim(in_features):,} features for in_features={in_features}; at most "
                 f"{MAX_FEATURES:,} are allowed. Score the classes directly with samplers.Kernel instead"
             )
-        factors = torch.combinations(torch.arange(in_features), self.degree, with_replacement=True)
-        orders = [
-            math.factorial(self.degree) / math.prod(map(math.factorial, Counter(monomial).values()))
-            for monomial in factors.tolist()
-        ]
-        scale = torch.tensor(orders, dtype=vectors.dtype, device=vectors.device).mul(self.alpha).sqrt()
-        features = scale.expand(*vectors.shape[:-1], -1)
-        for factor in factors.to(vectors.device).unbind(dim=1):
+        factors, orders = _monomials(in_features, self.degree)
+        features = (self.alpha * orders).sqrt().to(vectors).expand(*vectors.shape[:-1], -1)
+        for factor in factors.to(vectors.device):
             features = features * vectors[..., factor]
         return torch.cat([features, features.new_ones(*features.shape[:-1], 1)], dim=-1)
+
+
+@functools.lru_cache(maxsize=8)
+def _monomials(in_features: int, degree: int) -> tuple[Tensor, Tensor]:
+    """The factors of each monomial, shape ``(degree, monomials)``, and in how many orders they can be written."""
+    factors = torch.combinations(torch.arange(in_features), degree, with_replacement=True)
+    # The factors are sorted: the k-th of a run of equal ones divides the degree! orders by k.
+    run = torch.ones(len(factors), dtype=torch.float64)
+    repeats = run.clone()
+    for k in range(1, degree):
+        run = torch.where(factors[:, k] == factors[:, k - 1], run + 1, 1.0)
+        repeats = repeats * run
+    return factors.T.contiguous(), math.factorial(degree) / repeats
 
 
 class Quadratic(Polynomial):

@@ -61,3 +61,11 @@ if _NATIVE:
     @torch.library.register_fake("manyclass::alias_draw")
     def _(threshold: Tensor, alias: Tensor, start: Tensor, length: Tensor, uniform: Tensor) -> Tensor:
         return torch.empty_like(uniform, dtype=torch.long)
+
+    @torch.library.register_fake("manyclass::tree_draw")
+    def _(features, query, top, sums, weight, sizes, leaf_size, branching, uniform, *rest):
+        return torch.empty_like(uniform, dtype=torch.long), torch.empty_like(uniform)
+
+    @torch.library.register_fake("manyclass::tree_refresh_")
+    def _(sums, weight, sizes, leaf_size, branching, leaves, alpha):
+        return None

@@ -10,44 +10,71 @@ from .base import Draw, Sampler
 from .bigram import Bigram
 from .dense import Dense, Kernel, Softmax
 from .static import LogUniform, Uniform, Unigram
+from .tree import KernelTree
 
-__all__ = ["Bigram", "Dense", "Draw", "Kernel", "LogUniform", "Sampler", "Softmax", "Uniform", "Unigram", "create"]
+__all__ = [
+    "Bigram",
+    "Dense",
+    "Draw",
+    "Kernel",
+    "KernelTree",
+    "LogUniform",
+    "Sampler",
+    "Softmax",
+    "Uniform",
+    "Unigram",
+    "create",
+]
+
+# Classes from which on the tree is faster than scoring all classes, for in_features of 32 to 128.
+TREE_BREAK_EVEN = 50_000
+
+
+def _quadratic(num_classes: int, in_features: int, bias: bool, alpha: float = 100.0) -> Sampler:
+    if num_classes < TREE_BREAK_EVEN:
+        return Kernel(Quadratic(alpha))
+    return KernelTree(Quadratic(alpha), num_classes, in_features, bias=bias)
+
 
 _NAMES: dict[str, Callable[..., Sampler]] = {
     "uniform": Uniform,
     "log_uniform": LogUniform,
-    "unigram": lambda num_classes, counts, power=1.0: Unigram(counts, power),
-    "bigram": lambda num_classes, pairs, interpolation=0.1: Bigram(pairs, num_classes, interpolation),
-    "softmax": lambda num_classes, prediction="softmax": Softmax(prediction),
-    "quadratic": lambda num_classes, alpha=100.0: Kernel(Quadratic(alpha)),
-    "quartic": lambda num_classes: Kernel(Quartic()),
+    "unigram": Unigram,
+    "bigram": Bigram,
+    "softmax": Softmax,
+    "quadratic": _quadratic,
+    "quartic": lambda: Kernel(Quartic()),
 }
 
 
-def create(name: str, num_classes: int, *, prediction: str = "softmax", **options: Any) -> Sampler:
+def create(
+    name: str, num_classes: int, in_features: int, *, prediction: str = "softmax", bias: bool = False, **options: Any
+) -> Sampler:
     """Make a sampler by its name, as `SampledSoftmax` does.
 
     Args:
         name: ``"uniform"``, ``"log_uniform"``, ``"unigram"``, ``"bigram"``, ``"softmax"``, ``"quadratic"`` or
             ``"quartic"``.
         num_classes: n.
+        in_features: size of the query, d.
         prediction: what ``"softmax"`` imitates, ``"softmax"`` or ``"absolute"``.
+        bias: whether the logits have offsets per class.
         options: ``counts`` and ``power`` for ``"unigram"``, ``pairs`` and ``interpolation`` for ``"bigram"``,
-            ``alpha`` for ``"quadratic"``.
+            ``alpha`` for ``"quadratic"``, which is a `KernelTree` from ``TREE_BREAK_EVEN`` classes on and a dense
+            `Kernel` below.
     """
     checks.one_of("sampler", name, tuple(_NAMES))
     checks.positive_int("num_classes", num_classes)
-    parameters = dict(inspect.signature(_NAMES[name]).parameters)
-    del parameters["num_classes"]
-    if parameters.pop("prediction", None):
-        options["prediction"] = prediction
-    for option in options.keys() - parameters.keys() - {"prediction"}:
-        allowed = f"allowed are {', '.join(parameters)}" if parameters else "it has none"
-        raise TypeError(f"sampler={name!r} has no option {option!r}; {allowed}")
-    for option, parameter in parameters.items():
-        if parameter.default is inspect.Parameter.empty and option not in options:
+    known = {"num_classes": num_classes, "in_features": in_features, "prediction": prediction, "bias": bias}
+    parameters = inspect.signature(_NAMES[name]).parameters
+    allowed = [option for option in parameters if option not in known]
+    for option in options.keys() - set(allowed):
+        hint = f"allowed are {', '.join(allowed)}" if allowed else "it has none"
+        raise TypeError(f"sampler={name!r} has no option {option!r}; {hint}")
+    for option in allowed:
+        if parameters[option].default is inspect.Parameter.empty and option not in options:
             raise ValueError(f"sampler={name!r} needs {option}=…, see manyclass.samplers.{name.capitalize()}")
-    sampler = _NAMES[name](num_classes, **options)
+    sampler = _NAMES[name](**{k: v for k, v in known.items() if k in parameters}, **options)
     if not sampler.adaptive and sampler.num_classes != num_classes:
         raise ValueError(f"counts must have shape ({num_classes},), got ({sampler.num_classes},)")
     return sampler

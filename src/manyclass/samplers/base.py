@@ -29,6 +29,8 @@ class Sampler(nn.Module):
 
     #: Whether q follows the class weights, so that the layer has to call `update`.
     adaptive = False
+    #: Whether `update` with ``rows`` costs less than with all.
+    incremental = False
     #: Whether `draw` and `log_prob` need ``context``.
     needs_context = False
     #: Uniform numbers that one draw consumes.
@@ -63,7 +65,7 @@ class Sampler(nn.Module):
         uniform = torch.rand(shape, dtype=torch.float64, device=query.device, generator=generator)
         ids, log_prob = self._draw(flat, uniform, exclude, context)
         log_count = (log_prob + math.log(num_samples)).to(torch.promote_types(query.dtype, torch.float32))
-        shape = (*query.shape[:-1], num_samples)
+        shape = (*query.shape[:-1], ids.shape[-1])
         return Draw(ids.reshape(shape), log_count.reshape(shape))
 
     def log_prob(

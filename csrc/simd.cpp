@@ -1,0 +1,86 @@
+#include "simd.h"
+
+#include <algorithm>
+
+namespace manyclass {
+
+MANYCLASS_SIMD float dot(const float* a, const float* b, int64_t size) {
+  float sums[kFeatureBlock] = {};
+  for (int64_t block = 0; block < size; block += kFeatureBlock) {
+    for (int64_t i = 0; i < kFeatureBlock; ++i) sums[i] += a[block + i] * b[block + i];
+  }
+  float total = 0;
+  for (float sum : sums) total += sum;
+  return total;
+}
+
+MANYCLASS_SIMD void dots(const float* query, const float* rows, int64_t count, int64_t size, float* out) {
+  int64_t row = 0;
+  for (; row + 4 <= count; row += 4) {  // four at a time: their sums do not wait for each other
+    const float *r0 = rows + row * size, *r1 = r0 + size, *r2 = r1 + size, *r3 = r2 + size;
+    float s0 = 0, s1 = 0, s2 = 0, s3 = 0;
+#pragma omp simd reduction(+ : s0, s1, s2, s3)
+    for (int64_t i = 0; i < size; ++i) {
+      s0 += query[i] * r0[i];
+      s1 += query[i] * r1[i];
+      s2 += query[i] * r2[i];
+      s3 += query[i] * r3[i];
+    }
+    out[row] = s0, out[row + 1] = s1, out[row + 2] = s2, out[row + 3] = s3;
+  }
+  for (; row < count; ++row) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < size; ++i) sum += query[i] * rows[row * size + i];
+    out[row] = sum;
+  }
+}
+
+MANYCLASS_SIMD void sum_rows(const float* rows, int64_t count, int64_t size, float* out) {
+  std::copy(rows, rows + size, out);
+  for (int64_t row = 1; row < count; ++row) {
+    const float* values = rows + row * size;
+    for (int64_t i = 0; i < size; ++i) out[i] += values[i];
+  }
+}
+
+namespace {
+
+// Sixteen numbers that the compiler keeps in one register, or in several where registers are smaller.
+typedef float Vector __attribute__((vector_size(64)));
+constexpr int64_t kLanes = 16, kWide = 2 * kLanes, kTall = 4;
+
+}  // namespace
+
+MANYCLASS_SIMD void sum_outer_products(const float* rows, int64_t count, int64_t size, float* scratch, float* out) {
+  // Rows are first copied to aligned memory and padded with zeros, so that tiles of kTall × kWide products need no
+  // remainders. A tile's sums stay in registers while all rows pass by.
+  const int64_t stride = (size + kWide - 1) / kWide * kWide;
+  for (int64_t row = 0; row < count; ++row) {
+    std::copy(rows + row * size, rows + (row + 1) * size, scratch + row * stride);
+    std::fill(scratch + row * stride + size, scratch + (row + 1) * stride, 0.0f);
+  }
+  for (int64_t top = 0; top < size; top += kTall) {
+    for (int64_t left = top / kWide * kWide; left < size; left += kWide) {
+      Vector sums[kTall][2] = {};
+      for (int64_t row = 0; row < count; ++row) {
+        const float* values = scratch + row * stride;
+        const Vector a = *reinterpret_cast<const Vector*>(values + left);
+        const Vector b = *reinterpret_cast<const Vector*>(values + left + kLanes);
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < kTall; ++i) {
+          sums[i][0] += values[top + i] * a;
+          sums[i][1] += values[top + i] * b;
+        }
+      }
+      for (int64_t i = top; i < std::min(top + kTall, size); ++i) {
+        const auto* tile = reinterpret_cast<const float*>(sums[i - top]);
+        // Row i of the triangle starts at column i, after the rows above: i · size − i · (i − 1) / 2 numbers.
+        float* line = out + i * size - i * (i - 1) / 2 - i;
+        for (int64_t l = std::max(i, left); l < std::min(left + kWide, size); ++l) line[l] = tile[l - left];
+      }
+    }
+  }
+}
+
+}  // namespace manyclass

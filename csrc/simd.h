@@ -1,0 +1,31 @@
+// The inner loops. Each is compiled for several instruction sets; the loader picks the best that the machine has.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__x86_64__) && defined(__GNUC__) && defined(__linux__)
+#define MANYCLASS_SIMD __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define MANYCLASS_SIMD
+#endif
+
+namespace manyclass {
+
+// Vectors of features are padded with zeros to a multiple of this: no remainders, and enough independent sums to keep
+// the multipliers busy.
+constexpr int64_t kFeatureBlock = 64;
+
+// ⟨a, b⟩ for a size that is a multiple of kFeatureBlock.
+float dot(const float* a, const float* b, int64_t size);
+
+// out[j] = ⟨query, rows[j]⟩ for `count` rows of `size` columns that lie one after the other.
+void dots(const float* query, const float* rows, int64_t count, int64_t size, float* out);
+
+// out[i] = Σ_c rows[c][i] over `count` rows that lie one after the other.
+void sum_rows(const float* rows, int64_t count, int64_t size, float* out);
+
+// out[(i, l)] = Σ_c rows[c][i] · rows[c][l] for i ≤ l, row by row of the upper triangle: size · (size + 1) / 2 numbers.
+// `scratch`, aligned to 64 bytes, holds count × size numbers with size rounded up to a multiple of 32.
+void sum_outer_products(const float* rows, int64_t count, int64_t size, float* scratch, float* out);
+
+}  // namespace manyclass

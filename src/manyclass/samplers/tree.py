@@ -1,0 +1,296 @@
+"""The paper's divide-and-conquer tree (Section 3.2): draws from a kernel distribution without scoring all classes."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import checks, functional, kernels, ops
+from .base import Sampler
+
+# Nodes of the first level. They are evaluated for all examples by one matrix product, which is so much faster per node
+# than single dot products that levels above would cost more than they save.
+MAX_TOP = 2048
+# The native kernels work on blocks of this many features.
+FEATURE_BLOCK = 64
+# No part of a node gets less than this share of what its number of classes would give it. It keeps every class
+# possible when sums are rounded or stale, or when a feature map makes them negative.
+FLOOR = 1e-6
+MAX_FEATURES = 1 << 16
+ENDINGS = ("class", "leaf")
+
+
+class KernelTree(Sampler):
+    """q_i ∝ K(h, w_i) = ⟨φ(h), φ(w_i)⟩ by descending a tree whose nodes know z(C) = Σ_{j ∈ C} φ(w_j).
+
+    A set C of classes is drawn with probability ⟨φ(h), z(C)⟩ / ⟨φ(h), z(parent)⟩, and a class within a leaf by its
+    kernel value, in O(d) per class. Draws and updates cost O(D·log n). What is reported is the probability of the path.
+
+    Args:
+        kernel: has ``feature_map`` and ``feature_dim``, as `kernels.Quadratic`. If it has ``value(logits)``, leaves are
+            scored with it; if not, with the feature map.
+        num_classes: n.
+        in_features: size of the query, d.
+        leaf_size: classes in a leaf. The default, about 2·D/d, makes the sums as large as the class weights.
+        branching: children of a node below the first level.
+        ending: ``"class"`` draws one class per path; ``"leaf"`` returns all classes of the leaf (the paper's multiple
+            partial samples): ``leaf_size`` ids per draw, with the expected count of the leaf.
+        bias: whether class weights come with offsets, as a further column.
+
+    Memory: a copy of the class weights and the sums, together about twice the class weights.
+    """
+
+    adaptive = True
+    incremental = True
+
+    kernel: Any
+    weight: Tensor
+    sums: Tensor
+
+    def __init__(
+        self,
+        kernel: kernels.FeatureKernel,
+        num_classes: int,
+        in_features: int,
+        leaf_size: int | None = None,
+        branching: int = 2,
+        ending: str = "class",
+        *,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        if not callable(getattr(kernel, "feature_map", None)) or not callable(getattr(kernel, "feature_dim", None)):
+            raise TypeError(f"kernel must have methods feature_map and feature_dim, got {kernel!r}")
+        self.kernel = kernel
+        self.num_classes = checks.positive_int("num_classes", num_classes)
+        self.in_features = checks.positive_int("in_features", in_features)
+        self.branching = checks.positive_int("branching", branching, 2)
+        checks.one_of("ending", ending, ENDINGS)
+        self.ending = ending
+        self.columns = in_features + bias
+        features = kernel.feature_dim(self.columns)
+        if features > MAX_FEATURES:
+            raise ValueError(
+                f"{kernel!r} has {features:,} features for {self.columns} columns; a tree takes at most "
+                f"{MAX_FEATURES:,}. Use samplers.Kernel, which scores all classes, or a kernel of lower degree"
+            )
+        padded = math.ceil(features / FEATURE_BLOCK) * FEATURE_BLOCK
+        if leaf_size is None:
+            leaf_size = 4 * math.ceil(padded / self.columns / 2)
+        self.leaf_size = min(checks.positive_int("leaf_size", leaf_size), num_classes)
+        self.sizes = [math.ceil(num_classes / self.leaf_size)]
+        while self.sizes[0] > MAX_TOP:
+            self.sizes.insert(0, math.ceil(self.sizes[0] / branching))
+        self.register_buffer("weight", torch.zeros(num_classes, self.columns))
+        # Made from the weights alone, so a checkpoint does not hold them.
+        self.register_buffer("sums", torch.zeros(sum(self.sizes), padded), persistent=False)
+        self._refresh()
+
+    def update(self, weight: Tensor, rows: Tensor | None = None, *, bias: Tensor | None = None) -> None:
+        """Follow the class weights: in ``rows``, each node above them is summed anew once, or everywhere.
+
+        Sums are never added to, so they equal a fresh build however many updates there were.
+        """
+        checks.floating("weight", weight)
+        if tuple(weight.shape) != (self.num_classes, self.in_features):
+            expected = (self.num_classes, self.in_features)
+            raise ValueError(f"weight must have shape {expected}, got {tuple(weight.shape)}")
+        if (bias is not None) != (self.columns > self.in_features):
+            raise ValueError(
+                f"bias must be {'given' if bias is None else 'None'}: this tree was made for the other case"
+            )
+        checks.same_device("weight", weight, "the sampler", self.weight)
+        picked = slice(None) if rows is None else checks.indices("rows", rows, self.num_classes).unique()
+        self.weight[picked, : self.in_features] = weight.detach()[picked].to(self.weight.dtype)
+        if bias is not None:
+            self.weight[picked, -1] = bias.detach()[picked].to(self.weight.dtype)
+        self._refresh(None if isinstance(picked, slice) else (picked // self.leaf_size).unique_consecutive())
+
+    def _refresh(self, leaves: Tensor | None = None) -> None:
+        """Sum anew the given leaves, sorted and distinct, and the nodes above them; all of them by default."""
+        if leaves is None:
+            leaves = torch.arange(self.sizes[-1], device=self.weight.device)
+        if self._native() and self.kernel.degree == 2:
+            shape = (self.sizes, self.leaf_size, self.branching)
+            torch.ops.manyclass.tree_refresh_(self.sums, self.weight, *shape, leaves, self.kernel.alpha)
+            return
+        for part in leaves.split(max(1, functional.MAX_LOGITS // (self.leaf_size * self.sums.shape[1]))):
+            classes, inside = self._classes(part)
+            self._level(-1)[part] = torch.where(inside[..., None], self._features(self.weight[classes]), 0).sum(dim=1)
+        for level in range(len(self.sizes) - 2, -1, -1):
+            leaves = (leaves // self.branching).unique_consecutive()
+            below = self._level(level + 1)
+            for node in leaves.split(max(1, functional.MAX_LOGITS // (self.branching * self.sums.shape[1]))):
+                child = node.unsqueeze(-1) * self.branching + torch.arange(self.branching, device=node.device)
+                sums = below[child.clamp(max=len(below) - 1)]
+                self._level(level)[node] = torch.where((child < len(below))[..., None], sums, 0).sum(dim=1)
+
+    def _draw(self, query, uniform, exclude, context):
+        query = self._extended(query)
+        draw = self._draw_native if self._native() else self._draw_reference
+        leaf_or_class, log_prob = draw(query, uniform[..., 0], exclude)
+        if self.ending == "class":
+            return leaf_or_class, log_prob
+        classes, inside = self._classes(leaf_or_class)
+        if exclude is not None:
+            inside = inside & (classes != exclude[:, None, None])
+        return classes.flatten(1), torch.where(inside, log_prob.unsqueeze(-1), math.inf).flatten(1)
+
+    def _draw_native(self, query: Tensor, uniform: Tensor, exclude: Tensor | None) -> tuple[Tensor, Tensor]:
+        features = self._features(query)
+        if exclude is None:
+            exclude, value = torch.empty(0, dtype=torch.long), query.new_empty(0)
+        else:
+            value = self._value(query, self.weight[exclude])
+        return torch.ops.manyclass.tree_draw(
+            features,
+            query.contiguous(),
+            features @ self._level(0).T,
+            self.sums,
+            self.weight,
+            self.sizes,
+            self.leaf_size,
+            self.branching,
+            uniform.contiguous(),
+            exclude,
+            value,
+            self.kernel.degree,
+            self.kernel.alpha,
+            FLOOR,
+            self.ending == "leaf",
+        )
+
+    def _draw_reference(self, query: Tensor, uniform: Tensor, exclude: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The same draw with the masses of all nodes at hand: one uniform number, stretched at each step."""
+        results = []
+        for part, numbers, positive in self._chunks(query, uniform, exclude, uniform.shape[-1]):
+            leaf_prob = self._leaf_prob(part, positive)
+            leaf, rest = _invert(leaf_prob, numbers)
+            prob = leaf_prob.gather(-1, leaf)
+            if self.ending == "leaf":
+                results.append((leaf, prob.log()))
+                continue
+            class_prob = self._class_prob(part, leaf, positive)
+            slot, _ = _invert(class_prob, rest.unsqueeze(-1))
+            prob = prob * class_prob.gather(-1, slot).squeeze(-1)
+            results.append((leaf * self.leaf_size + slot.squeeze(-1), prob.log()))
+        ids, log_prob = zip(*results, strict=True)
+        return torch.cat(ids), torch.cat(log_prob)
+
+    def _log_prob(self, query, ids, exclude, context):
+        results = []
+        for part, chunk, positive in self._chunks(self._extended(query), ids, exclude, ids.shape[-1]):
+            leaf = chunk // self.leaf_size
+            prob = self._leaf_prob(part, positive).gather(-1, leaf)
+            if self.ending == "class":
+                slot = (chunk % self.leaf_size).unsqueeze(-1)
+                prob = prob * self._class_prob(part, leaf, positive).gather(-1, slot).squeeze(-1)
+            results.append(self._excluded(chunk, positive, prob.log()))
+        return torch.cat(results)
+
+    def _leaf_prob(self, query: Tensor, exclude: Tensor | None) -> Tensor:
+        """P(leaf) of all leaves, the product of the probabilities along the path, shape ``(batch, leaves)``."""
+        features = self._features(query)
+        prob = torch.ones(len(query), 1, dtype=torch.float64, device=query.device)
+        for level, size in enumerate(self.sizes):
+            span = self.leaf_size * self.branching ** (len(self.sizes) - 1 - level)
+            mass = (features @ self._level(level).T).double()
+            count = (self.num_classes - torch.arange(size, device=query.device) * span).clamp(max=span).double()
+            count = count.expand_as(mass)
+            if exclude is not None:
+                node, value = (exclude // span).unsqueeze(-1), self._value(query, self.weight[exclude])
+                mass = mass.scatter_add(-1, node, -value.double().unsqueeze(-1))
+                count = count.scatter_add(-1, node, torch.full_like(node, -1.0, dtype=torch.float64))
+            width = size if level == 0 else self.branching
+            padding = (0, prob.shape[1] * width - size)
+            share = _normalise(
+                F.pad(mass, padding).view(len(query), -1, width), F.pad(count, padding).view(len(query), -1, width)
+            )
+            prob = (prob.unsqueeze(-1) * share).flatten(1)[:, :size]
+        return prob
+
+    def _class_prob(self, query: Tensor, leaf: Tensor, exclude: Tensor | None) -> Tensor:
+        """P(class | leaf) of all classes of the leaves ``(batch, k)``, shape ``(batch, k, leaf_size)``."""
+        classes, inside = self._classes(leaf)
+        if exclude is not None:
+            inside = inside & (classes != exclude[:, None, None])
+        return _normalise(self._value(query[:, None, None], self.weight[classes]).double(), inside.double())
+
+    def _value(self, query: Tensor, weight: Tensor) -> Tensor:
+        """K(h, w) for vectors that broadcast against each other."""
+        if hasattr(self.kernel, "value"):
+            return self.kernel.value((query * weight).sum(dim=-1))  # pyright: ignore[reportAttributeAccessIssue]
+        return (self.kernel.feature_map(query) * self.kernel.feature_map(weight)).sum(dim=-1)
+
+    def _classes(self, leaf: Tensor) -> tuple[Tensor, Tensor]:
+        """The classes of leaves, one more dimension of ``leaf_size``, and which of them exist."""
+        classes = leaf.unsqueeze(-1) * self.leaf_size + torch.arange(self.leaf_size, device=leaf.device)
+        return classes.clamp(max=self.num_classes - 1), classes < self.num_classes
+
+    def _extended(self, query: Tensor) -> Tensor:
+        """The query in the precision of the tree, with a one for the offsets."""
+        query = query.to(self.weight.dtype)
+        return F.pad(query, (0, 1), value=1.0) if self.columns > query.shape[-1] else query
+
+    def _features(self, vectors: Tensor) -> Tensor:
+        features = self.kernel.feature_map(vectors)
+        return F.pad(features, (0, self.sums.shape[1] - features.shape[-1]))
+
+    def _level(self, level: int) -> Tensor:
+        """A view of the sums of one level, shape ``(nodes, features)``."""
+        return self.sums.split(self.sizes)[level]
+
+    def _native(self) -> bool:
+        """Whether the native kernels serve: polynomial kernels in float32 on the CPU."""
+        own = type(self.kernel)
+        known = isinstance(self.kernel, kernels.Polynomial) and (own.value, own.feature_map) == (
+            kernels.Polynomial.value,
+            kernels.Polynomial.feature_map,
+        )
+        return (
+            known and ops.native_available() and self.weight.device.type == "cpu" and self.weight.dtype == torch.float
+        )
+
+    def _chunks(self, query: Tensor, other: Tensor, exclude: Tensor | None, draws: int):
+        """Split the batch so that neither the masses of all nodes nor the leaves' weights exceed the memory bound."""
+        size = max(1, functional.MAX_LOGITS // max(len(self.sums), draws * self.leaf_size * self.columns))
+        parts = query.split(size)
+        positives = [None] * len(parts) if exclude is None else exclude.split(size)
+        return zip(parts, other.split(size), positives, strict=True)
+
+    def _load_from_state_dict(self, *args: Any) -> None:  # pyright: ignore
+        super()._load_from_state_dict(*args)
+        self._refresh()
+
+    def extra_repr(self) -> str:
+        """Show the shape of the tree and what it costs."""
+        ratio = self.sums.numel() / (self.num_classes * self.in_features)
+        return (
+            f"{self.kernel!r}, num_classes={self.num_classes}, in_features={self.in_features}, "
+            f"leaf_size={self.leaf_size}, branching={self.branching}, ending={self.ending!r}, levels={self.sizes}, "
+            f"sums={self.sums.numel() * self.sums.element_size():,} bytes ({ratio:.2f} × the class weights)"
+        )
+
+
+def _normalise(mass: Tensor, count: Tensor) -> Tensor:
+    """Masses of the parts of a set, ``(…, parts)``, to probabilities; parts without classes get none."""
+    mass = torch.where(count > 0, mass.clamp(min=0), 0.0)
+    total = mass.sum(dim=-1, keepdim=True)
+    share = count / count.sum(dim=-1, keepdim=True).clamp(min=1)
+    mass = torch.where(total > 0, mass.maximum(FLOOR * total * share), count)
+    return mass / mass.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
+
+
+def _invert(prob: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Invert the distribution function of ``prob (…, parts)`` at ``uniform (…, k)``.
+
+    Returns the parts and how far into them the numbers fall, stretched to [0, 1), both ``(…, k)``.
+    """
+    cumulative = prob.cumsum(dim=-1)
+    mass = uniform * cumulative[..., -1:]
+    part = torch.searchsorted(cumulative, mass, right=True)
+    width = prob.gather(-1, part)
+    rest = (mass - (cumulative.gather(-1, part) - width)) / width
+    return part, rest.clamp(0, 1 - 2**-53)
