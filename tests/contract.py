@@ -27,6 +27,8 @@ class Case:
     in_features: int = 3
     #: class weights for samplers that follow them, shape ``(num_classes, in_features)``.
     weight: Tensor | None = None
+    #: how far float32 statistics may be from the truth.
+    rtol: float = 1e-5
 
     def sampler(self) -> Sampler:
         sampler = self.make()
@@ -66,11 +68,12 @@ def check_probabilities_by_enumeration(case: Case) -> None:
     sampler, (query, exclude, context) = case.sampler(), case.batch(5)
     ids = torch.arange(sampler.num_classes).expand(5, -1)
     q = sampler.log_prob(query, ids, context=context).exp()
-    torch.testing.assert_close(q, case.truth(query, context).double(), rtol=1e-5, atol=1e-12)
+    torch.testing.assert_close(q, case.truth(query, context).double(), rtol=case.rtol, atol=1e-12)
     torch.testing.assert_close(q.sum(-1), torch.ones(5, dtype=torch.float64), rtol=1e-9, atol=0)
     if sampler.num_classes > 1:
         q = sampler.log_prob(query, ids, exclude=exclude, context=context).exp()
-        torch.testing.assert_close(q, restricted(case.truth(query, context).double(), exclude), rtol=1e-5, atol=1e-12)
+        truth = restricted(case.truth(query, context).double(), exclude)
+        torch.testing.assert_close(q, truth, rtol=case.rtol, atol=1e-12)
 
 
 def check_draws_follow_reported_distribution(case: Case, draws: int = 20_000) -> None:
@@ -94,7 +97,7 @@ def check_log_count_is_that_of_the_distribution(case: Case) -> None:
         for m in (1, 7):
             draw = sampler.draw(query, m, exclude=positive, context=context)
             expected = sampler.log_prob(query, draw.ids, exclude=positive, context=context) + math.log(m)
-            torch.testing.assert_close(draw.log_count, expected.float(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(draw.log_count, expected.float(), rtol=case.rtol, atol=case.rtol)
 
 
 def check_positive_never_appears(case: Case) -> None:
@@ -126,7 +129,7 @@ def check_same_uniforms_same_draw(case: Case) -> None:
 
 def check_update_equals_rebuild(case: Case) -> None:
     sampler, (query, _, context) = case.sampler(), case.batch(4)
-    if case.weight is None:
+    if case.weight is None or len(case.weight) < 2:
         return
     rows = torch.tensor([0, len(case.weight) - 1])
     weight = case.weight.clone()

@@ -4,6 +4,7 @@ import math
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,6 +19,12 @@ _REFUSED = {
 def _full_precision(query: Tensor) -> torch.autocast:
     """Autocast would run the matrix products of the loss in half precision."""
     return torch.autocast(query.device.type, enabled=False)
+
+
+# An adaptive sampler follows all rows every so many steps, in case that rows changed unseen, …
+REFRESH_ALL = 1000
+# … and this often if they are bound to: dense gradients, tied weights, other processes.
+REFRESH_UNTRACKED = 5
 
 
 class SampledSoftmax(nn.Module):
@@ -58,6 +65,8 @@ class SampledSoftmax(nn.Module):
         >>> loss.backward()
     """
 
+    step: Tensor
+
     def __init__(
         self,
         in_features: int,
@@ -97,6 +106,7 @@ class SampledSoftmax(nn.Module):
             nn.init.uniform_(new.weight, -bound, bound)
             return new
 
+        tied = embedding is not None
         if embedding is None:
             embedding = parameters(in_features)
         elif tuple(embedding.weight.shape) != (num_classes, in_features):
@@ -105,6 +115,7 @@ class SampledSoftmax(nn.Module):
             )
         elif embedding.sparse != sparse:
             raise ValueError(f"sparse={sparse} but embedding.sparse={embedding.sparse}; both must be the same")
+        self.tied = tied
         self.embedding = embedding
         self.bias_embedding = parameters(1) if bias else None
 
@@ -119,6 +130,9 @@ class SampledSoftmax(nn.Module):
         elif not sampler.adaptive and sampler.num_classes != num_classes:
             raise ValueError(f"sampler is for {sampler.num_classes} classes, but num_classes is {num_classes}")
         self.sampler = sampler.to(self.weight.device)
+        # Training steps so far, and rows whose statistics wait for a refresh; None: all of them.
+        self.register_buffer("step", torch.zeros((), dtype=torch.long))
+        self._touched: list[Tensor] | None = None
 
     @property
     def weight(self) -> nn.Parameter:
@@ -199,13 +213,14 @@ class SampledSoftmax(nn.Module):
     ) -> Tensor:
         """Sampled softmax loss of each example: query ``(batch, in_features)``, target ``(batch,)`` → ``(batch,)``."""
         with torch.no_grad():
-            if self.sampler.adaptive:
-                self.sampler.update(self.weight, bias=self.bias)
+            self._refresh_sampler()
             ids, log_count = self.sampler.draw(
                 query, self.num_samples, exclude=target, context=context, generator=generator
             )
             # Each row is read, and gets its gradient, once, however often it was drawn.
             rows, position = torch.unique(torch.cat([target.unsqueeze(-1), ids], dim=-1), return_inverse=True)
+            if self._touched is not None:
+                self._touched.append(rows)
         weight = functional.select_rows(self.weight, rows, sparse=self.sparse).to(query.dtype)
         logits = torch.einsum("bd,bkd->bk", query, F.embedding(position, weight))
         if self.bias_embedding is not None:
@@ -214,6 +229,30 @@ class SampledSoftmax(nn.Module):
         return functional.sampled_softmax_loss(
             logits[:, 0], logits[:, 1:], log_count, "none", prediction=self.prediction
         )
+
+    def _refresh_sampler(self) -> None:
+        """Let an adaptive sampler follow the weights: the rows that the last steps touched, or all of them."""
+        if not self.sampler.adaptive:
+            return
+        step = int(self.step)
+        self.step += 1
+        if not self.sampler.incremental or self._touched is None or step % REFRESH_ALL == 0:
+            self.sampler.update(self.weight, bias=self.bias)
+        elif self._tracked():
+            self.sampler.update(self.weight, torch.cat(self._touched), bias=self.bias)
+        elif step % REFRESH_UNTRACKED == 0:
+            self.sampler.update(self.weight, bias=self.bias)
+        self._touched = []
+
+    def _tracked(self) -> bool:
+        """Whether only rows that this layer touched can have changed."""
+        alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+        return self.sparse and not self.tied and alone
+
+    def _load_from_state_dict(self, *args: Any) -> None:  # pyright: ignore
+        super()._load_from_state_dict(*args)
+        # Tracked rows that waited for a refresh are forgotten: refresh all. Else the sampler's own state goes on.
+        self._touched = None if self._tracked() else []
 
     def _check_input(self, input: Tensor) -> Tensor:
         """Check the queries and bring them to the precision of the computation."""

@@ -26,7 +26,7 @@ class Kernel(Protocol):
 
 
 class FeatureKernel(Protocol):
-    """What `samplers.KernelTree` asks of a kernel: its feature map; a method ``value(logits)`` is used if there is one."""
+    """What `samplers.KernelTree` asks of a kernel: a feature map, and at best ``value(logits)`` too."""
 
     def feature_dim(self, in_features: int) -> int:
         """D, the number of features of a vector of ``in_features`` numbers."""
