@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench asan clean
 
 demo: .venv/ready
 	$(BIN)/manyclass demo
@@ -18,6 +18,7 @@ lint: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/manyclass bench draws
+	$(BIN)/manyclass bench tree
 
 .venv/torch: constraints.txt
 	$(PYTHON) -m venv .venv
@@ -25,10 +26,19 @@ bench: .venv/ready
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	touch $@
 
-.venv/ready: .venv/torch pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+# The development install knows the modules by name: it is made anew when one comes or goes.
+.venv/ready: .venv/torch pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(shell find src -type d -not -name __pycache__)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group dev
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation --editable '.[cli]'
 	touch $@
+
+# The native kernels under the address sanitizer, on the tests that reach them.
+asan: .venv/ready
+	cmake -S . -B build/asan -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_BUILD_TYPE=Debug \
+	  -DCMAKE_CXX_FLAGS="-fsanitize=address -fno-omit-frame-pointer"
+	cmake --build build/asan
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+	  MANYCLASS_NATIVE=build/asan/_native.so $(BIN)/python -m pytest tests/test_tree.py tests/test_samplers.py
 
 clean:
 	rm -rf .venv build out

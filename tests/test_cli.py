@@ -10,7 +10,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from manyclass import SampledSoftmax, bench, demo, training
+from manyclass import SampledSoftmax, demo, training
+from manyclass.bench import draws, tree
 from manyclass.data import Corpus, corpus, python_corpus
 from manyclass.models import LanguageModel
 
@@ -54,26 +55,40 @@ def test_errors_are_one_line(tmp_path):
 def test_demo(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "python_corpus", small_corpus)
     console = Console(record=True, width=200)
-    demo.run(6, tmp_path / "new", 0, console)
+    demo.run(6, tmp_path, 0, console)
     text = console.export_text()
-    assert str(tmp_path / "new" / "demo.png") in text
+    assert str(tmp_path / "demo.png") in text
     assert "1.0×" in text
-    with (tmp_path / "new" / "demo.csv").open() as file:
+    with (tmp_path / "demo.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {row["run"] for row in rows} == {"full softmax", "uniform", "unigram"}
     assert all(float(row["loss"]) > 0 for row in rows)
     # The same start for all: the first loss is that of the untrained model.
     assert len({round(float(row["loss"]), 4) for row in rows if row["step"] == "0"}) == 1
-    assert (tmp_path / "new" / "demo.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "demo.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_bench_draws(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "SIZES", (100, 1000))
-    bench.draws(tmp_path, Console(width=200), batch=4, num_samples=3)
+    monkeypatch.setattr(draws, "SIZES", (100, 1000))
+    draws.run(tmp_path, Console(width=200), batch=4, num_samples=3)
     with (tmp_path / "draws.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 8
     assert all(float(row["seconds"]) > 0 for row in rows)
+
+
+def test_bench_tree(tmp_path, monkeypatch):
+    monkeypatch.setattr(tree, "CLASSES", (100, 1000))
+    monkeypatch.setattr(tree, "FEATURES", (2, 3, 4))
+    console = Console(record=True, width=200)
+    tree.run(tmp_path, console)
+    text = console.export_text()
+    assert "d = 4: a draw takes" in text
+    with (tmp_path / "tree.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["what"] for row in rows} == {*tree.PARTS, *tree.STEPS}
+    assert len(rows) == 2 * 3 * 8
+    assert (tmp_path / "tree.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_training_learns_and_repeats():

@@ -400,11 +400,12 @@ def test_a_loaded_checkpoint_goes_on_as_if_never_stopped(sparse):
 
 
 def test_by_name_the_tree_serves_many_classes():
-    small, large = (SampledSoftmax(4, n, "quadratic", 2) for n in (1000, samplers.TREE_BREAK_EVEN))
+    small, wide, large = (SampledSoftmax(d, n, "quadratic", 2) for d, n in ((4, 4095), (100, 5000), (4, 4096)))
     assert isinstance(small.sampler, samplers.Kernel)
+    assert isinstance(wide.sampler, samplers.Kernel)
     assert isinstance(large.sampler, KernelTree)
     assert "× the class weights" in repr(large)
-    biased = SampledSoftmax(4, samplers.TREE_BREAK_EVEN, "quadratic", 2, bias=True)
+    biased = SampledSoftmax(4, 5000, "quadratic", 2, bias=True)
     biased(torch.ones(2, 4), torch.tensor([1, 2])).backward()
 
 

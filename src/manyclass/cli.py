@@ -19,8 +19,10 @@ Out = Annotated[Path, typer.Option(help="Folder for figures and plots; made if i
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: what torch chooses.")]
 
 
-def _start(threads: int | None) -> Console:
+def _start(out: Path, threads: int | None) -> Console:
     import torch
+
+    out.mkdir(parents=True, exist_ok=True)  # first, so that a bad path does not cost the work
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -38,12 +40,20 @@ def demo(
     """Train a language model on the Python standard library's sources: full softmax against sampled softmax."""
     from . import demo
 
-    demo.run(steps, out, seed, _start(threads))
+    demo.run(steps, out, seed, _start(out, threads))
 
 
 @bench.command()
 def draws(out: Out = Path("out"), threads: Threads = None) -> None:
     """Draws from class counts: the native alias kernel against its reference and against torch."""
-    from . import bench
+    from .bench import draws
 
-    bench.draws(out, _start(threads))
+    draws.run(out, _start(out, threads))
+
+
+@bench.command()
+def tree(out: Out = Path("out"), threads: Threads = None) -> None:
+    """The kernel tree against dense kernel sampling, uniform sampling and the full softmax. About 5 minutes."""
+    from .bench import tree
+
+    tree.run(out, _start(out, threads))

@@ -1,6 +1,5 @@
 """`make demo`: full softmax against sampled softmax on the sources of the Python standard library."""
 
-import csv
 import math
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor, nn
 
+from .bench.timing import write_csv
 from .data import python_corpus
 from .head import SampledSoftmax
 from .models import LanguageModel
@@ -33,7 +33,6 @@ class FullSoftmax(nn.Linear):
 
 def run(steps: int, out: Path, seed: int, console: Console) -> None:
     """Train the three models for ``steps`` steps each; print a table and write a CSV and a plot to ``out``."""
-    out.mkdir(parents=True, exist_ok=True)  # first, so that a bad path does not cost the work
     with console.status("reading the Python standard library"):
         corpus = python_corpus()
     num_classes = len(corpus.vocabulary)
@@ -62,10 +61,8 @@ def run(steps: int, out: Path, seed: int, console: Console) -> None:
             runs[name] = train_language_model(model, train, heldout, steps=steps, on_step=advance)
 
     console.print(_table(runs))
-    with (out / "demo.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["run", *Record._fields])
-        writer.writerows([name, *record] for name, records in runs.items() for record in records)
+    rows = [(name, *record) for name, records in runs.items() for record in records]
+    write_csv(out / "demo.csv", ("run", *Record._fields), rows)
     _plot(runs, out / "demo.png", num_classes)
     console.print(f"figures: {out / 'demo.csv'}\nplot:    {out / 'demo.png'}", soft_wrap=True)
 

@@ -1,5 +1,6 @@
 """The hot operations, each under one name: a native kernel for the CPU, and the PyTorch reference for all else."""
 
+import os
 import warnings
 from pathlib import Path
 
@@ -10,10 +11,12 @@ from torch import Tensor
 def _load() -> bool:
     import manyclass
 
-    for folder in manyclass.__path__:
-        for file in sorted(Path(folder).glob("_native.*")):
-            torch.ops.load_library(str(file))
-            return True
+    # The variable is for developers: another build of the core, such as that of `make asan`.
+    chosen = os.environ.get("MANYCLASS_NATIVE")
+    found = [file for folder in manyclass.__path__ for file in sorted(Path(folder).glob("_native.*"))]
+    for file in [chosen] if chosen else found[:1]:
+        torch.ops.load_library(str(file))
+        return True
     warnings.warn(
         "manyclass was installed without its native core (no C++ compiler or no torch at build time); the slower "
         "PyTorch reference serves. Install torch and a C++17 compiler first, then manyclass with --no-build-isolation.",

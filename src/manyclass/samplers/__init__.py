@@ -26,14 +26,15 @@ __all__ = [
     "create",
 ]
 
-# Classes from which on the tree is faster than scoring all classes, for in_features of 32 to 128.
-TREE_BREAK_EVEN = 50_000
+# Below this many classes, or below D, scoring all classes is faster than the tree: measured for 16 to 256 features.
+TREE_MIN_CLASSES = 4096
 
 
 def _quadratic(num_classes: int, in_features: int, bias: bool, alpha: float = 100.0) -> Sampler:
-    if num_classes < TREE_BREAK_EVEN:
-        return Kernel(Quadratic(alpha))
-    return KernelTree(Quadratic(alpha), num_classes, in_features, bias=bias)
+    kernel = Quadratic(alpha)
+    if num_classes < max(TREE_MIN_CLASSES, kernel.feature_dim(in_features)):
+        return Kernel(kernel)
+    return KernelTree(kernel, num_classes, in_features, bias=bias)
 
 
 _NAMES: dict[str, Callable[..., Sampler]] = {
@@ -60,8 +61,8 @@ def create(
         prediction: what ``"softmax"`` imitates, ``"softmax"`` or ``"absolute"``.
         bias: whether the logits have offsets per class.
         options: ``counts`` and ``power`` for ``"unigram"``, ``pairs`` and ``interpolation`` for ``"bigram"``,
-            ``alpha`` for ``"quadratic"``, which is a `KernelTree` from ``TREE_BREAK_EVEN`` classes on and a dense
-            `Kernel` below.
+            ``alpha`` for ``"quadratic"``, which is a `KernelTree` from max(4096, D) classes on and a dense `Kernel`
+            below; make either yourself to decide otherwise.
     """
     checks.one_of("sampler", name, tuple(_NAMES))
     checks.positive_int("num_classes", num_classes)

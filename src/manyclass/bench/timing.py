@@ -1,0 +1,27 @@
+"""Fair timing on a noisy machine."""
+
+import csv
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+
+def best_of(alternatives: dict[str, Callable[[], object]], repeats: int = 7, budget: float = 6.0) -> dict[str, float]:
+    """Seconds of each alternative: the best of up to ``repeats`` rounds, in which all take turns.
+
+    An alternative that has had two rounds and ``budget`` seconds sits out the rest.
+    """
+    times: dict[str, list[float]] = {name: [] for name in alternatives}
+    for _ in range(repeats):
+        for name, call in alternatives.items():
+            if len(times[name]) < 2 or sum(times[name]) < budget:
+                started = time.perf_counter()
+                call()
+                times[name].append(time.perf_counter() - started)
+    return {name: min(seconds) for name, seconds in times.items()}
+
+
+def write_csv(file: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Write rows under a header."""
+    with file.open("w", newline="") as handle:
+        csv.writer(handle).writerows([header, *rows])
