@@ -309,6 +309,15 @@ def test_refused(call, error, message):
         call()
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e20])
+def test_weights_that_are_not_finite_are_refused(value, backend):
+    sampler, weight = KernelTree(kernels.Quadratic(), 50, 3), weights(50, 3)
+    weight[17, 1] = value
+    sampler.update(weight)
+    with pytest.raises(ValueError, match="class weights must be finite"):
+        sampler.draw(torch.ones(2, 3), 4)
+
+
 # --- in the layer ---------------------------------------------------------------------------------------------------
 
 

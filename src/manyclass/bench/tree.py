@@ -47,6 +47,7 @@ def run(out: Path, console: Console) -> None:
                 progress.advance(task)
     write_csv(out / "tree.csv", Row._fields, rows)
     _print(rows, memory, console)
+    _print_bias(console)
     _plot(rows, out / "tree.png")
     console.print(f"figures: {out / 'tree.csv'}\nplot:    {out / 'tree.png'}", soft_wrap=True)
 
@@ -120,21 +121,56 @@ def _print(rows: list[Row], memory: dict[tuple[int, int], float], console: Conso
         )
 
 
+@torch.no_grad()
+def _print_bias(console: Console, num_classes: int = 10_000, in_features: int = 64) -> None:
+    """How far log Ẑ of the absolute softmax is from log Z, on weights whose logits have a deviation of 2."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(BATCH, in_features, generator=generator)
+    weight = torch.randn(num_classes, in_features, generator=generator) * (2 / math.sqrt(in_features))
+    output = (query @ weight.T).abs()
+    exact = output.logsumexp(-1)
+    kernel = kernels.Quadratic()
+    ways = {
+        "dense, one class per draw": samplers.Kernel(kernel),
+        "tree, one class per draw": samplers.KernelTree(kernel, num_classes, in_features),
+        "tree, whole leaf per draw": samplers.KernelTree(kernel, num_classes, in_features, ending="leaf"),
+        "uniform": samplers.Uniform(num_classes),
+    }
+    draws = (1, 4, 16, 64)
+    title = f"Bias of log Ẑ in nats, {num_classes:,} classes, d = {in_features}, mean of {20 * BATCH:,} samples"
+    table = Table("draws per example", *map(str, draws), title=title)
+    for name, sampler in ways.items():
+        sampler.update(weight)
+        cells = []
+        for m in draws:
+            errors = []
+            for _ in range(20):
+                ids, log_count = sampler.draw(query, m, generator=generator)
+                errors.append((output.gather(-1, ids) - log_count).logsumexp(-1) - exact)
+            error = torch.stack(errors)
+            cells.append(f"{error.mean():.4f} ± {error.std() / math.sqrt(error.numel()):.4f}")
+        table.add_row(name, *cells)
+    console.print(table)
+
+
 def _plot(rows: list[Row], file: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     panels = dict(zip(("draw", "step"), figure.subplots(1, 2), strict=True))
     drawn = {"draw": ("draw", "dense draw", "update"), "step": STEPS}
+    styles = dict(zip(FEATURES, ("dotted", "solid", "dashed"), strict=True))
     for kind, axes in panels.items():
         for index, what in enumerate(drawn[kind]):
-            for d, style in zip(FEATURES, ("dotted", "solid", "dashed"), strict=True):
+            for d, style in styles.items():
                 own = [row for row in rows if (row.in_features, row.what) == (d, what)]
                 x, y = [row.num_classes for row in own], [row.seconds * 1e3 for row in own]
-                axes.plot(x, y, color=f"C{index}", linestyle=style, marker="o", label=f"{what}, d = {d}")
+                label = what if style == "solid" else None
+                axes.plot(x, y, color=f"C{index}", linestyle=style, marker="o", markersize=4, label=label)
         axes.set(xscale="log", yscale="log", xlabel="classes", ylabel="milliseconds")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+        axes.legend()
     panels["draw"].set_title(f"{BATCH} × {NUM_SAMPLES} draws from the quadratic kernel")
     panels["step"].set_title("whole training step")
+    figure.suptitle(", ".join(f"{style}: d = {d}" for d, style in styles.items()), fontsize=9)
     figure.savefig(file, dpi=120)

@@ -12,7 +12,7 @@ from .. import checks
 class Draw(NamedTuple):
     """Negatives drawn for a batch of examples."""
 
-    #: Class ids, shape ``(*batch, num_samples)``, int64.
+    #: Class ids, shape ``(*batch, num_samples)``, int64; more per draw for samplers that return whole sets of classes.
     ids: Tensor
     #: Log of the expected number of times that the id enters this example's sample, shape of ``ids``: ``ln(m·q)``
     #: for ``m`` draws with replacement from ``q``. ``+inf`` marks an empty slot.

@@ -146,7 +146,7 @@ class KernelTree(Sampler):
         return torch.ops.manyclass.tree_draw(
             features,
             query.contiguous(),
-            features @ self._level(0).T,
+            self._masses(features, 0),
             self.sums,
             self.weight,
             self.sizes,
@@ -196,7 +196,7 @@ class KernelTree(Sampler):
         above = None
         for level, size in enumerate(self.sizes):
             span = self.leaf_size * self.branching ** (len(self.sizes) - 1 - level)
-            mass = (features @ self._level(level).T).double()
+            mass = self._masses(features, level).double()
             if above is not None:
                 mass = self._last_from_rest(mass, above)
             above = mass
@@ -212,6 +212,13 @@ class KernelTree(Sampler):
             share = _normalise(F.pad(mass, padding).view(groups), F.pad(count, padding).view(groups))
             prob = (prob.unsqueeze(-1) * share).flatten(1)[:, :size]
         return prob
+
+    def _masses(self, features: Tensor, level: int) -> Tensor:
+        """⟨φ(h), z(C)⟩ for all nodes of a level, shape ``(batch, nodes)``. The first level sees every class."""
+        masses = features @ self._level(level).T
+        if level == 0 and not bool(torch.isfinite(masses).all()):
+            raise ValueError("the masses of the kernel tree are not finite; class weights must be finite, and smaller")
+        return masses
 
     def _last_from_rest(self, mass: Tensor, above: Tensor) -> Tensor:
         """Give the last of several children what its siblings leave of the parent, unless that is mostly rounding.
