@@ -36,6 +36,41 @@ MANYCLASS_SIMD void dots(const float* query, const float* rows, int64_t count, i
   }
 }
 
+namespace {
+
+// Rows that are asked for ahead of the one in use.
+constexpr int64_t kAhead = 8;
+
+inline void fetch(const float* row, int64_t size) {
+  for (int64_t i = 0; i < size; i += 16) __builtin_prefetch(row + i);
+}
+
+}  // namespace
+
+MANYCLASS_SIMD void dots_at(const float* query, const float* matrix, const int64_t* ids, int64_t count, int64_t size,
+                            float* out) {
+  for (int64_t j = 0; j < std::min(kAhead, count); ++j) fetch(matrix + ids[j] * size, size);
+  for (int64_t j = 0; j < count; ++j) {
+    if (j + kAhead < count) fetch(matrix + ids[j + kAhead] * size, size);
+    const float* row = matrix + ids[j] * size;
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < size; ++i) sum += query[i] * row[i];
+    out[j] = sum;
+  }
+}
+
+MANYCLASS_SIMD void combine_at(const float* matrix, const int64_t* ids, const float* factors, int64_t count,
+                               int64_t size, float* out) {
+  std::fill(out, out + size, 0.0f);
+  for (int64_t j = 0; j < count; ++j) {
+    const float factor = factors[j];
+    const float* row = matrix + ids[j] * size;
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) out[i] += factor * row[i];
+  }
+}
+
 MANYCLASS_SIMD void sum_rows(const float* rows, int64_t count, int64_t size, float* out) {
   std::copy(rows, rows + size, out);
   for (int64_t row = 1; row < count; ++row) {

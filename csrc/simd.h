@@ -21,6 +21,12 @@ float dot(const float* a, const float* b, int64_t size);
 // out[j] = ⟨query, rows[j]⟩ for `count` rows of `size` columns that lie one after the other.
 void dots(const float* query, const float* rows, int64_t count, int64_t size, float* out);
 
+// The same for rows at ids[0], ids[1], … of a large matrix, which are fetched ahead of their use.
+void dots_at(const float* query, const float* matrix, const int64_t* ids, int64_t count, int64_t size, float* out);
+
+// out = Σ_j factors[j] · matrix[ids[j]].
+void combine_at(const float* matrix, const int64_t* ids, const float* factors, int64_t count, int64_t size, float* out);
+
 // out[i] = Σ_c rows[c][i] over `count` rows that lie one after the other.
 void sum_rows(const float* rows, int64_t count, int64_t size, float* out);
 

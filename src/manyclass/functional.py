@@ -3,7 +3,7 @@
 ``prediction`` selects p ∝ exp(o) (``"softmax"``) or p ∝ exp(|o|) (``"absolute"``, Section 3.3 of the paper) everywhere.
 """
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -172,38 +172,3 @@ def _class_chunks(num_queries: int, weight: Tensor, bias: Tensor | None) -> list
     size = max(1, MAX_LOGITS // max(1, num_queries))
     weights = weight.split(size)
     return list(zip(weights, [None] * len(weights) if bias is None else bias.split(size), strict=True))
-
-
-class _SelectRows(torch.autograd.Function):
-    """``weight[rows]`` for sorted, distinct ``rows``; its gradient is a coalesced sparse tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.weight = weight
-        return weight[rows]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (rows,), weight = ctx.saved_tensors, ctx.weight
-
-        def mark_coalesced() -> None:
-            # autograd moves our indices into ``weight.grad`` but forgets that they are sorted and distinct, and the
-            # optimizer would sort them again. The same memory proves that nothing was added to the gradient.
-            grad = weight.grad
-            if grad is not None and grad.is_sparse and grad._indices().data_ptr() == rows.data_ptr():
-                grad._coalesced_(True)
-
-        if weight.is_leaf:
-            torch.autograd.Variable._execution_engine.queue_callback(mark_coalesced)  # pyright: ignore
-        indices, shape = rows.unsqueeze(0), weight.shape
-        grad = torch.sparse_coo_tensor(indices, grads[0], shape, is_coalesced=True, check_invariants=False)
-        return grad, None
-
-
-def select_rows(weight: Tensor, rows: Tensor, *, sparse: bool) -> Tensor:
-    """Return ``weight[rows]``, shape ``(len(rows), in_features)``, for sorted, distinct ``rows``.
-
-    With ``sparse=True`` the gradient of ``weight`` is a sparse tensor of these rows, already coalesced.
-    """
-    return cast(Tensor, _SelectRows.apply(weight, rows)) if sparse else weight[rows]

@@ -5,10 +5,9 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import checks, functional, samplers
+from . import checks, functional, fused, samplers
 
 _REFUSED = {
     "label_smoothing": "smoothed targets need the logits of all classes",
@@ -217,17 +216,11 @@ class SampledSoftmax(nn.Module):
             ids, log_count = self.sampler.draw(
                 query, self.num_samples, exclude=target, context=context, generator=generator
             )
-            # Each row is read, and gets its gradient, once, however often it was drawn.
-            rows, position = torch.unique(torch.cat([target.unsqueeze(-1), ids], dim=-1), return_inverse=True)
             if self._touched is not None:
-                self._touched.append(rows)
-        weight = functional.select_rows(self.weight, rows, sparse=self.sparse).to(query.dtype)
-        logits = torch.einsum("bd,bkd->bk", query, F.embedding(position, weight))
-        if self.bias_embedding is not None:
-            bias = functional.select_rows(self.bias_embedding.weight, rows, sparse=self.sparse)
-            logits = logits + F.embedding(position, bias).squeeze(-1)
-        return functional.sampled_softmax_loss(
-            logits[:, 0], logits[:, 1:], log_count, "none", prediction=self.prediction
+                self._touched += [target, ids.flatten()]
+        bias = None if self.bias_embedding is None else self.bias_embedding.weight
+        return fused.sampled_losses(
+            query, self.weight, bias, target, ids, log_count, prediction=self.prediction, sparse=self.sparse
         )
 
     def _refresh_sampler(self) -> None:

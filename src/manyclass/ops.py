@@ -65,6 +65,15 @@ if _NATIVE:
     def _(threshold: Tensor, alias: Tensor, start: Tensor, length: Tensor, uniform: Tensor) -> Tensor:
         return torch.empty_like(uniform, dtype=torch.long)
 
+    @torch.library.register_fake("manyclass::sampled_loss")
+    def _(query, weight, bias, classes, log_count, absolute):
+        return query.new_empty(len(query)), query.new_empty(classes.shape), torch.empty_like(query)
+
+    @torch.library.register_fake("manyclass::sampled_loss_rows")
+    def _(query, classes, slopes, num_classes):
+        rows = torch.library.get_ctx().new_dynamic_size()
+        return classes.new_empty(rows), query.new_empty(rows, query.shape[1]), query.new_empty(rows, 1)
+
     @torch.library.register_fake("manyclass::tree_draw")
     def _(features, query, top, sums, weight, sizes, leaf_size, branching, uniform, *rest):
         return torch.empty_like(uniform, dtype=torch.long), torch.empty_like(uniform)
