@@ -32,6 +32,29 @@ def sampled_losses(
     return reference_losses(query, weight, bias, classes, log_count, prediction=prediction, sparse=sparse)
 
 
+def pooled_losses(
+    query: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    pool: Tensor,  # shape: (num_samples,)
+    log_count: Tensor,  # shape: (batch, num_samples)
+    *,
+    prediction: str,
+    sparse: bool,
+) -> Tensor:
+    """`sampled_losses` when all examples share their negatives: one small matrix product."""
+    rows, position = torch.unique(torch.cat([target, pool]), return_inverse=True)
+    positives, negatives = position[: len(target)], position[len(target) :]
+    drawn = _select_rows(weight, rows, sparse).to(query.dtype)
+    positive = (query * F.embedding(positives, drawn)).sum(dim=-1)
+    negative = query @ F.embedding(negatives, drawn).T
+    if bias is not None:
+        offsets = _select_rows(bias, rows, sparse).to(query.dtype).squeeze(-1)
+        positive, negative = positive + offsets[positives], negative + offsets[negatives]
+    return functional.sampled_softmax_loss(positive, negative, log_count, "none", prediction=prediction)
+
+
 def reference_losses(
     query: Tensor,
     weight: Tensor,

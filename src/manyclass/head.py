@@ -37,7 +37,7 @@ class SampledSoftmax(nn.Module):
         in_features: size of the query, d.
         num_classes: n, at least 2.
         sampler: a name (``"uniform"``, ``"log_uniform"``, ``"unigram"``, ``"bigram"``, ``"softmax"``,
-            ``"quadratic"``, ``"quartic"``) or a `samplers.Sampler`.
+            ``"quadratic"``, ``"quartic"``, ``"blocks"``) or a `samplers.Sampler`.
         num_samples: negatives per example, m.
         prediction: ``"softmax"`` for p ∝ exp(o); ``"absolute"`` for p ∝ exp(|o|), which suits the symmetric kernels
             ``"quadratic"`` and ``"quartic"``.
@@ -213,14 +213,17 @@ class SampledSoftmax(nn.Module):
         """Sampled softmax loss of each example: query ``(batch, in_features)``, target ``(batch,)`` → ``(batch,)``."""
         with torch.no_grad():
             self._refresh_sampler()
-            ids, log_count = self.sampler.draw(
+            ids, log_count, shared = self.sampler.draw(
                 query, self.num_samples, exclude=target, context=context, generator=generator
             )
+            shared = shared and len(ids) > 0
+            negatives = ids[0] if shared else ids
             if self._touched is not None:
-                self._touched += [target, ids.flatten()]
+                self._touched += [target, negatives.flatten()]
         bias = None if self.bias_embedding is None else self.bias_embedding.weight
-        return fused.sampled_losses(
-            query, self.weight, bias, target, ids, log_count, prediction=self.prediction, sparse=self.sparse
+        losses = fused.pooled_losses if shared else fused.sampled_losses
+        return losses(
+            query, self.weight, bias, target, negatives, log_count, prediction=self.prediction, sparse=self.sparse
         )
 
     def _refresh_sampler(self) -> None:

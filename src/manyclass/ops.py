@@ -65,6 +65,10 @@ if _NATIVE:
     def _(threshold: Tensor, alias: Tensor, start: Tensor, length: Tensor, uniform: Tensor) -> Tensor:
         return torch.empty_like(uniform, dtype=torch.long)
 
+    @torch.library.register_fake("manyclass::bisect")
+    def _(weight, levels):
+        return torch.empty(len(weight), dtype=torch.long)
+
     @torch.library.register_fake("manyclass::sampled_loss")
     def _(query, weight, bias, classes, log_count, absolute):
         return query.new_empty(len(query)), query.new_empty(classes.shape), torch.empty_like(query)

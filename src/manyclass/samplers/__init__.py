@@ -8,12 +8,14 @@ from .. import checks
 from ..kernels import Quadratic, Quartic
 from .base import Draw, Sampler
 from .bigram import Bigram
+from .blocks import Blocks
 from .dense import Dense, Kernel, Softmax
 from .static import LogUniform, Uniform, Unigram
 from .tree import KernelTree
 
 __all__ = [
     "Bigram",
+    "Blocks",
     "Dense",
     "Draw",
     "Kernel",
@@ -45,6 +47,7 @@ _NAMES: dict[str, Callable[..., Sampler]] = {
     "softmax": Softmax,
     "quadratic": _quadratic,
     "quartic": lambda: Kernel(Quartic()),
+    "blocks": Blocks,
 }
 
 
@@ -54,15 +57,15 @@ def create(
     """Make a sampler by its name, as `SampledSoftmax` does.
 
     Args:
-        name: ``"uniform"``, ``"log_uniform"``, ``"unigram"``, ``"bigram"``, ``"softmax"``, ``"quadratic"`` or
-            ``"quartic"``.
+        name: ``"uniform"``, ``"log_uniform"``, ``"unigram"``, ``"bigram"``, ``"softmax"``, ``"quadratic"``,
+            ``"quartic"`` or ``"blocks"``.
         num_classes: n.
         in_features: size of the query, d.
         prediction: what ``"softmax"`` imitates, ``"softmax"`` or ``"absolute"``.
         bias: whether the logits have offsets per class.
         options: ``counts`` and ``power`` for ``"unigram"``, ``pairs`` and ``interpolation`` for ``"bigram"``,
             ``alpha`` for ``"quadratic"``, which is a `KernelTree` from max(4096, D) classes on and a dense `Kernel`
-            below; make either yourself to decide otherwise.
+            below (make either yourself to decide otherwise), ``block_size``, ``rank`` and ``scope`` for ``"blocks"``.
     """
     checks.one_of("sampler", name, tuple(_NAMES))
     checks.positive_int("num_classes", num_classes)

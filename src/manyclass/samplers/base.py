@@ -17,6 +17,8 @@ class Draw(NamedTuple):
     #: Log of the expected number of times that the id enters this example's sample, shape of ``ids``: ``ln(m·q)``
     #: for ``m`` draws with replacement from ``q``. ``+inf`` marks an empty slot.
     log_count: Tensor
+    #: Whether all examples have the same ids.
+    shared: bool = False
 
 
 class Sampler(nn.Module):

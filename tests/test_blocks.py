@@ -1,0 +1,308 @@
+"""Block sampling: exact expected counts in both scopes, summaries, updates, the layer."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from contract import SIGNIFICANCE, goodness_of_fit
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manyclass import SampledSoftmax, ops, samplers
+from manyclass.samplers import Blocks, blocks
+
+SCOPES = ["example", "batch"]
+
+
+@pytest.fixture(params=["native", "reference"])
+def backend(request, monkeypatch):
+    if request.param == "reference":
+        monkeypatch.setattr(ops, "_NATIVE", False)
+    elif not ops.native_available():
+        pytest.skip("the native core was not built")
+    return request.param
+
+
+def weights(n, d, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(5, d, generator=generator)
+    return centres[torch.randint(5, (n,), generator=generator)] + 0.5 * torch.randn(n, d, generator=generator)
+
+
+def batch(size, n, d, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, d, generator=generator), torch.randint(n, (size,), generator=generator)
+
+
+def sampler_of(n=61, d=4, block_size=8, **options):
+    sampler = Blocks(n, d, block_size, **options)
+    sampler.update(weights(n, d))
+    return sampler
+
+
+@pytest.mark.parametrize("prediction", ["softmax", "absolute"])
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("wanted", [1, 3, 8])
+def test_the_partition_estimate_is_unbiased(scope, wanted, prediction, backend):
+    """By enumeration over the uniform number: the mean of Ẑ is Z without the positive, for every example."""
+    sampler, (query, target) = sampler_of(scope=scope, prediction=prediction), batch(3, 61, 4)
+    assert sampler.blocks == 8
+    outputs = (query @ weights(61, 4).T).double()
+    outputs = outputs.abs() if prediction == "absolute" else outputs
+    expected = outputs.exp().sum(-1) - outputs.gather(1, target[:, None]).squeeze(1).exp()
+    grid, mean, counts = 2000, torch.zeros(3, dtype=torch.float64), torch.zeros(3, 61, dtype=torch.float64)
+    claimed = torch.full((3, 61), math.nan, dtype=torch.float64)
+    for point in range(grid):
+        uniform = torch.full((1 if scope == "batch" else 3,), (point + 0.5) / grid, dtype=torch.float64)
+        ids, log_count = sampler._draw_blocks(query, wanted, uniform, target)
+        mean += (outputs.gather(1, ids) - log_count).exp().sum(-1) / grid
+        taken = log_count < math.inf
+        counts += torch.zeros_like(counts).scatter_add(1, ids, taken.double()) / grid
+        claimed.scatter_(1, ids.where(taken, ids[:, :1]), log_count.where(taken, log_count[:, :1]))
+    torch.testing.assert_close(mean, expected, rtol=3e-3, atol=0)
+    assert (counts.gather(1, target[:, None]) == 0).all()
+    # The reported expected count of each class is how often it came.
+    others = torch.ones(3, 61, dtype=torch.bool).scatter(1, target[:, None], False)
+    finite = others & claimed.isfinite()
+    assert finite.sum() > 3 * 50
+    torch.testing.assert_close(counts[finite], claimed.exp()[finite], rtol=0, atol=2 / grid)
+
+
+def test_a_wrong_inclusion_probability_would_be_found(monkeypatch):
+    """The enumeration above must be able to fail: draw by other probabilities than those reported."""
+    draw = blocks._systematic
+    monkeypatch.setattr(blocks, "_systematic", lambda pi, u, k: draw(0.5 * pi + 0.5 * k / pi.shape[-1], u, k))
+    with pytest.raises(AssertionError):
+        test_the_partition_estimate_is_unbiased("example", 3, "softmax", "native")
+
+
+@given(n=st.integers(1, 200), wanted=st.integers(1, 40), rows=st.integers(1, 4), seed=st.integers(0, 999))
+@settings(deadline=None, derandomize=True)
+def test_inclusion_probabilities(n, wanted, rows, seed):
+    wanted = min(wanted, n)
+    generator = torch.Generator().manual_seed(seed)
+    mass = (3 * torch.randn(rows, n, generator=generator, dtype=torch.float64)).softmax(-1)
+    inclusion = blocks._inclusion(mass, wanted)
+    assert ((inclusion > 0) & (inclusion <= 1)).all()
+    torch.testing.assert_close(inclusion.sum(-1), torch.full((rows,), float(wanted), dtype=torch.float64))
+    # Proportional to the mass where not certain, and nothing certain that has less mass than something that is not.
+    ratio = torch.where(inclusion < 1, inclusion / mass, torch.nan)
+    for row in range(rows):
+        inner = ratio[row][~ratio[row].isnan()]
+        if len(inner):
+            torch.testing.assert_close(inner, inner[:1].expand_as(inner))
+            assert (mass[row][inclusion[row] == 1] * inner[0] >= 1 - 1e-9).all()
+    for number in (0.0, 0.5, 1 - 2**-53):
+        drawn = blocks._systematic(inclusion, torch.full((rows,), number, dtype=torch.float64), wanted)
+        assert all(len(set(row.tolist())) == wanted for row in drawn)
+
+
+def test_draws_follow_log_prob(backend):
+    """One block per example: its probability is what log_prob says of its classes."""
+    n, repeats = 61, 20_000
+    sampler, (query, target) = sampler_of(n=n, scope="example"), batch(1, 61, 4)
+    exclude = target.expand(repeats)
+    draw = sampler.draw(query.expand(repeats, -1), 8, exclude=exclude, generator=torch.Generator().manual_seed(0))
+    assert not draw.shared
+    q = sampler.log_prob(query, torch.arange(n).expand(1, -1), exclude=target).exp()[0]
+    seen = draw.ids[draw.log_count < math.inf].bincount(minlength=n)
+    assert seen[target] == q[target] == 0
+    # Classes of one block come together: one of each block, not the positive, stands for it.
+    free = torch.arange(n)[torch.arange(n) != target]
+    pick = torch.stack([free[sampler.block_of[free] == block][0] for block in range(8)])
+    assert goodness_of_fit(seen[pick], q[pick] * repeats) > SIGNIFICANCE
+
+
+def test_a_pool_is_shared_and_never_holds_the_positive():
+    sampler, (query, target) = sampler_of(scope="batch"), batch(50, 61, 4)
+    for seed in range(20):
+        draw = sampler.draw(query, 24, exclude=target, generator=torch.Generator().manual_seed(seed))
+        assert draw.shared
+        assert (draw.ids == draw.ids[:1]).all()
+        assert not ((draw.ids == target[:, None]) & (draw.log_count < math.inf)).any()
+
+
+def test_summaries_are_the_moments_of_the_blocks():
+    n, d, weight = 90, 5, weights(90, 5)
+    sampler = Blocks(n, d, 12, rank=d)
+    sampler.update(weight)
+    for block in range(sampler.blocks):
+        members = weight[sampler.block_of == block]
+        torch.testing.assert_close(sampler.mean[block], members.mean(0), rtol=1e-4, atol=1e-5)
+        covariance = (members - members.mean(0)).T @ (members - members.mean(0)) / len(members)
+        found = sampler.directions[block].T @ sampler.directions[block] + sampler.spread[block] * torch.eye(d)
+        torch.testing.assert_close(found, covariance, rtol=1e-2, atol=1e-3)
+
+
+def test_a_lower_rank_finds_the_largest_directions():
+    weight = weights(400, 16) * torch.linspace(2, 0.1, 16)
+    sampler = Blocks(400, 16, 25, rank=3)
+    sampler.update(weight)
+    for block in range(sampler.blocks):
+        members = weight[sampler.block_of == block]
+        values = torch.linalg.eigvalsh((members - members.mean(0)).T @ (members - members.mean(0)) / len(members))
+        assert float(sampler.directions[block].square().sum()) > 0.8 * float(values[-3:].sum())
+        torch.testing.assert_close(
+            sampler.directions[block].square().sum() + 16 * sampler.spread[block], values.sum(), rtol=1e-3, atol=1e-3
+        )
+
+
+def test_masses_are_close_to_the_truth():
+    n, d = 4000, 16
+    weight, (query, _) = weights(n, d), batch(20, n, d)
+    query = query / 2
+    sampler = Blocks(n, d)
+    sampler.update(weight)
+    truth = (query @ weight.T).double().softmax(-1)
+    mass = torch.zeros(20, sampler.blocks, dtype=torch.float64).scatter_add(1, sampler.block_of.expand(20, -1), truth)
+    uniform = sampler._sizes() / n
+    chi_square = [float((mass**2 / q).sum(-1).mean() - 1) for q in (sampler._mass(query), uniform)]
+    assert chi_square[0] < 0.1 < 10 * chi_square[0] < chi_square[1]
+    scattered = Blocks(n, d, rank=0)
+    scattered.update(weight)
+    scattered._deal(torch.arange(n))
+    scattered._summarise(weight, None, torch.arange(scattered.blocks), 1)
+    spread = [float(((weight - s.mean[s.block_of]) ** 2).mean()) for s in (sampler, scattered)]
+    assert spread[0] < 0.5 * spread[1]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 31, 32, 33, 64, 1000, 1021])
+def test_partition_is_balanced(n, backend):
+    sampler = Blocks(n, 3, 8)
+    sampler.update(weights(n, 3))
+    sizes = sampler.block_of.bincount(minlength=sampler.blocks)
+    assert int(sizes.max() - sizes.min()) <= 1
+    assert int(sizes.max()) == sampler.block_size
+    assert torch.equal(sampler.order.sort().values, torch.arange(n))
+    classes, inside = sampler._members(torch.arange(sampler.blocks))
+    assert torch.equal(classes[inside].sort().values, torch.arange(n))
+    draw = sampler.draw(torch.ones(2, 3), sampler.blocks * sampler.block_size)
+    assert torch.equal(draw.ids[0][draw.log_count[0] < math.inf].sort().values, torch.arange(n))
+    assert draw.log_count[0][draw.log_count[0] < math.inf].abs().max() < 1e-5  # all blocks: certain, with weight 1
+
+
+def test_update_of_rows_follows_means_and_rebuild_follows_all():
+    weight = weights(61, 4)
+    sampler = Blocks(61, 4, 8)
+    sampler.update(weight)
+    weight[5] += 3
+    old = sampler.mean.clone()
+    sampler.update(weight, torch.tensor([5, 5]))
+    changed = (sampler.mean != old).any(1).nonzero().flatten().tolist()
+    assert changed == [int(sampler.block_of[5])]
+    order = sampler.order.clone()
+    for step in range(2, blocks.REBUILD + 1):
+        weight = weights(61, 4, seed=9)
+        sampler.update(weight, torch.tensor([0]))
+        assert torch.equal(sampler.order, order) == (step < blocks.REBUILD)
+    fresh = Blocks(61, 4, 8)
+    fresh.update(weight)
+    assert torch.equal(sampler.order, fresh.order)
+    torch.testing.assert_close(sampler.mean, fresh.mean)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_state_and_shapes(scope):
+    sampler, (query, target) = sampler_of(scope=scope), batch(6, 61, 4)
+    loaded = Blocks(61, 4, 8, scope=scope)
+    loaded.load_state_dict(sampler.state_dict())
+    for other in (loaded, pickle.loads(pickle.dumps(sampler)), copy.deepcopy(sampler)):
+        draws = [
+            s.draw(query, 16, exclude=target, generator=torch.Generator().manual_seed(4)) for s in (sampler, other)
+        ]
+        assert torch.equal(draws[0].ids, draws[1].ids)
+        assert torch.equal(draws[0].log_count, draws[1].log_count)
+    shaped = sampler.draw(
+        query.view(2, 3, 4), 16, exclude=target.view(2, 3), generator=torch.Generator().manual_seed(4)
+    )
+    assert shaped.ids.shape == (2, 3, 16)
+    assert torch.equal(shaped.ids.reshape(6, -1), draws[0].ids)
+    assert sampler.draw(query[:0], 16, exclude=target[:0]).ids.shape == (0, 16)
+    assert sampler.draw(query[0], 16, exclude=target[0]).ids.shape == (16,)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("prediction", ["softmax", "absolute"])
+def test_in_the_layer(scope, sparse, bias, prediction):
+    torch.manual_seed(0)
+    head = SampledSoftmax(4, 61, "blocks", 1000, scope=scope, sparse=sparse, bias=bias, prediction=prediction)
+    (query, target), expected = batch(6, 61, 4), copy.deepcopy(head).eval()
+    query.requires_grad_()
+    # All blocks are drawn: the sampled loss is the full one, and so are its gradients.
+    loss = head(query, target)
+    full = expected(query, target)
+    torch.testing.assert_close(loss, full)
+    parameters = [query, *head.parameters()], [query, *expected.parameters()]
+    grads = torch.autograd.grad(loss, parameters[0]), torch.autograd.grad(full, parameters[1])
+    for grad, other in zip(*grads, strict=True):
+        torch.testing.assert_close(grad.to_dense(), other, rtol=1e-4, atol=1e-6)
+    assert grads[0][1].is_sparse == sparse
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_training_with_blocks_comes_close_to_the_full_softmax(scope):
+    """Learn to name 300 clusters; a few blocks per step end near the loss of training on all classes."""
+    torch.manual_seed(0)
+    n, d = 300, 8
+    truth = 3 * torch.nn.functional.normalize(torch.randn(n, d), dim=1)
+    losses = {}
+    for name in ("blocks", "all"):
+        torch.manual_seed(1)
+        options = {"scope": scope, "block_size": 8} if name == "blocks" else {}
+        sampler = "blocks" if name == "blocks" else "uniform"
+        head = SampledSoftmax(d, n, sampler, 64 if scope == "batch" else 16, **options).train(name != "all")
+        optimizer = torch.optim.Adagrad(head.parameters(), lr=0.5)
+        for _ in range(300):
+            target = torch.randint(n, (64,))
+            optimizer.zero_grad()
+            head(truth[target] + 0.3 * torch.randn(64, d), target).backward()
+            optimizer.step()
+        target = torch.arange(n).repeat(5)
+        torch.manual_seed(2)
+        losses[name] = float(head.eval()(truth[target] + 0.3 * torch.randn(5 * n, d), target).detach())
+    assert losses["all"] < 2.5 < math.log(n)
+    assert losses["blocks"] < 1.25 * losses["all"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Blocks(0, 4), "num_classes must be at least 1, got 0"),
+        (lambda: Blocks(9, 4, 0), "block_size must be at least 1, got 0"),
+        (lambda: Blocks(9, 4, rank=-1), "rank must be at least 0, got -1"),
+        (lambda: Blocks(9, 4, scope="x"), "scope must be one of 'example', 'batch', got 'x'"),
+        (lambda: Blocks(9, 4, prediction="x"), "prediction must be one of"),
+        (lambda: Blocks(9, 4).update(torch.ones(9, 3)), r"weight must have shape \(9, 4\), got \(9, 3\)"),
+        (lambda: Blocks(9, 4).update(torch.ones(9, 4), bias=torch.ones(9)), "bias must be None"),
+        (lambda: sampler_of().draw(torch.ones(2, 4), 0), "num_samples must be at least 1, got 0"),
+        (lambda: sampler_of().draw(torch.ones(2, 3), 8), r"query must have shape \(\*batch, 4\)"),
+    ],
+)
+def test_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_weights_that_are_not_finite_are_refused():
+    sampler, weight = Blocks(61, 4, 8, rank=0), weights(61, 4)
+    weight[3, 1] = math.nan
+    sampler.update(weight)
+    with pytest.raises(ValueError, match="class weights must be finite"):
+        sampler.draw(torch.ones(2, 4), 8)
+
+
+def test_opcheck():
+    torch.library.opcheck(torch.ops.manyclass.bisect.default, (weights(50, 4), 3))
+    with pytest.raises(RuntimeError, match="levels must leave a class for each block"):
+        torch.ops.manyclass.bisect(weights(50, 4), 6)
+
+
+def test_by_name():
+    head = SampledSoftmax(4, 500, "blocks", 64, block_size=16, rank=2, scope="example", prediction="absolute")
+    assert isinstance(head.sampler, samplers.Blocks)
+    assert head.sampler.prediction == "absolute"
+    assert "× the class weights" in repr(head)
