@@ -124,7 +124,7 @@ def test_a_pool_is_shared_and_never_holds_the_positive():
         assert not ((draw.ids == target[:, None]) & (draw.log_count < math.inf)).any()
 
 
-def test_summaries_are_the_moments_of_the_blocks():
+def test_summaries_are_the_moments_of_the_blocks(backend):
     n, d, weight = 90, 5, weights(90, 5)
     sampler = Blocks(n, d, 12, rank=d)
     sampler.update(weight)
@@ -136,7 +136,7 @@ def test_summaries_are_the_moments_of_the_blocks():
         torch.testing.assert_close(found, covariance, rtol=1e-2, atol=1e-3)
 
 
-def test_a_lower_rank_finds_the_largest_directions():
+def test_a_lower_rank_finds_the_largest_directions(backend):
     weight = weights(400, 16) * torch.linspace(2, 0.1, 16)
     sampler = Blocks(400, 16, 25, rank=3)
     sampler.update(weight)
@@ -295,7 +295,30 @@ def test_weights_that_are_not_finite_are_refused():
         sampler.draw(torch.ones(2, 4), 8)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rank", [0, 1, 4, 9])
+def test_native_summaries_equal_the_reference(rank, bias):
+    n, d = 203, 9
+    weight, offsets = weights(n, d), torch.randn(n, generator=torch.Generator().manual_seed(0)) if bias else None
+    native = Blocks(n, d, 6, rank, bias=bias)
+    native._deal(torch.randperm(n, generator=torch.Generator().manual_seed(1)))
+    reference = copy.deepcopy(native)
+    for step in range(2):  # the second starts from the directions of the first, for some of the blocks
+        picked = torch.arange(native.blocks)[:: step + 1]
+        native._summarise(weight * (step + 1), offsets, picked, 3)
+        reference._summarise_reference(weight * (step + 1), offsets, picked, 3)
+        torch.testing.assert_close(native.mean, reference.mean, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(native.spread, reference.spread, rtol=1e-3, atol=1e-4)
+        forms = [s.directions.mT @ s.directions for s in (native, reference)]
+        torch.testing.assert_close(forms[0], forms[1], rtol=1e-2, atol=2e-3)
+
+
 def test_opcheck():
+    sampler = Blocks(50, 4, 8)
+    arguments = (sampler.mean, sampler.directions, sampler.spread, weights(50, 4), torch.empty(0), sampler.order)
+    torch.library.opcheck(torch.ops.manyclass.summarise_.default, (*arguments, torch.tensor([0, 3]), 2))
+    with pytest.raises(RuntimeError, match="order or blocks out of range"):
+        torch.ops.manyclass.summarise_(*arguments, torch.tensor([8]), 2)
     torch.library.opcheck(torch.ops.manyclass.bisect.default, (weights(50, 4), 3))
     with pytest.raises(RuntimeError, match="levels must leave a class for each block"):
         torch.ops.manyclass.bisect(weights(50, 4), 6)

@@ -78,6 +78,10 @@ if _NATIVE:
         rows = torch.library.get_ctx().new_dynamic_size()
         return classes.new_empty(rows), query.new_empty(rows, query.shape[1]), query.new_empty(rows, 1)
 
+    @torch.library.register_fake("manyclass::summarise_")
+    def _(mean, directions, spread, weight, bias, order, blocks, iterations):
+        return None
+
     @torch.library.register_fake("manyclass::tree_draw")
     def _(features, query, top, sums, weight, sizes, leaf_size, branching, uniform, *rest):
         return torch.empty_like(uniform, dtype=torch.long), torch.empty_like(uniform)

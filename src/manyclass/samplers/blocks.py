@@ -105,8 +105,7 @@ class Blocks(Sampler):
         else:
             blocks = self.block_of[checks.indices("rows", rows, self.num_classes)].unique()
             iterations = 1
-        for part in blocks.split(max(1, functional.MAX_LOGITS // (self.block_size * self.columns))):
-            self._summarise(weight.detach(), bias, part, iterations)
+        self._summarise(weight.detach(), bias, blocks, iterations)
 
     def _deal(self, order: Tensor) -> None:
         """Put classes into blocks: those at consecutive positions of ``order``."""
@@ -117,6 +116,15 @@ class Blocks(Sampler):
 
     def _summarise(self, weight: Tensor, bias: Tensor | None, blocks: Tensor, iterations: int) -> None:
         """Mean, principal directions by warm subspace iteration, and the rest, of some blocks."""
+        if ops.native_available() and weight.device.type == "cpu" and weight.dtype == self.mean.dtype == torch.float32:
+            summaries, blocks = (self.mean, self.directions, self.spread), blocks.contiguous()
+            offsets = weight.new_empty(0) if bias is None else bias.detach().contiguous()
+            torch.ops.manyclass.summarise_(*summaries, weight.contiguous(), offsets, self.order, blocks, iterations)
+            return
+        for part in blocks.split(max(1, functional.MAX_LOGITS // (self.block_size * self.columns))):
+            self._summarise_reference(weight, bias, part, iterations)
+
+    def _summarise_reference(self, weight: Tensor, bias: Tensor | None, blocks: Tensor, iterations: int) -> None:
         classes, inside = self._members(blocks)
         size = inside.sum(dim=-1)
         members = _extended(weight, bias, classes).to(self.mean.dtype) * inside.unsqueeze(-1)
@@ -195,21 +203,22 @@ class Blocks(Sampler):
 
     def _log_prob(self, query, ids, exclude, context):
         """Log of the expected count of ``ids`` when each example draws one block for itself."""
-        log_mass = self._mass(self._query(query)).log()
+        log_mass = self._mass(self._query(query)).double().log()
         return self._excluded(ids, exclude, log_mass.gather(-1, self.block_of[ids]))
 
     def _mass(self, query: Tensor) -> Tensor:
-        """The share of each block in the distribution, shape ``(batch, blocks)``, float64."""
+        """The share of each block in the distribution, shape ``(batch, blocks)``."""
         linear = query @ self.mean.T
-        square = (query @ self.directions.flatten(0, 1).T).square().view(len(query), self.blocks, self.rank).sum(dim=-1)
-        square = square + query.square().sum(dim=-1, keepdim=True) * self.spread
+        square = query.square().sum(dim=-1, keepdim=True) * self.spread
+        for direction in self.directions.unbind(dim=1):
+            square += (query @ direction.T).square_()
         if self.prediction == "absolute":
             linear = torch.logaddexp(linear, -linear)
         sizes = self._sizes()
-        share = (linear + square / 2 + sizes.log()).double().softmax(dim=-1)
-        if not bool(torch.isfinite(share).all()):
+        share = (linear + square / 2 + sizes.log()).softmax(dim=-1)
+        if not bool(torch.isfinite(share.sum())):
             raise ValueError("the masses of the blocks are not finite; class weights must be finite, and smaller")
-        return (1 - DEFENSIVE) * share + DEFENSIVE * sizes / self.num_classes
+        return share.mul_(1 - DEFENSIVE).add_(sizes, alpha=DEFENSIVE / self.num_classes)
 
     def _members(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """The classes of blocks, one more dimension of ``block_size``, and which of them exist."""
@@ -277,6 +286,7 @@ def _orthonormal(basis: Tensor) -> Tensor:
 
 def _inclusion(mass: Tensor, wanted: int) -> Tensor:
     """π = min(1, c·mass) with Σπ = ``wanted``; mass ``(batch, blocks)``, positive, sums to 1."""
+    mass = mass.double()
     certain = torch.zeros_like(mass, dtype=torch.bool)
     while True:
         rest = torch.where(certain, 0.0, mass)
