@@ -19,6 +19,7 @@ lint: .venv/ready
 bench: .venv/ready
 	$(BIN)/manyclass bench draws
 	$(BIN)/manyclass bench tree
+	$(BIN)/manyclass bench step
 
 .venv/torch: constraints.txt
 	$(PYTHON) -m venv .venv

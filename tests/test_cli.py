@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from manyclass import SampledSoftmax, demo, training
-from manyclass.bench import draws, tree
+from manyclass.bench import draws, step, tree
 from manyclass.data import Corpus, corpus, python_corpus
 from manyclass.models import LanguageModel
 
@@ -89,6 +89,20 @@ def test_bench_tree(tmp_path, monkeypatch):
     assert {row["what"] for row in rows} == {*tree.PARTS, *tree.STEPS}
     assert len(rows) == 2 * 3 * 8
     assert (tmp_path / "tree.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_bench_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(step, "CLASSES", (500, 5000))
+    monkeypatch.setattr(step, "FEATURES", (16, 32))
+    console = Console(record=True, width=250)
+    step.run(tmp_path, console)
+    assert "blocks" in console.export_text()
+    with (tmp_path / "step.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    layers = {"full softmax", "adaptive softmax", "uniform", "unigram", "quadratic", "blocks"}
+    assert {row["layer"] for row in rows} == layers
+    assert len(rows) == 4 * len(layers)
+    assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_training_learns_and_repeats():

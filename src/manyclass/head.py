@@ -213,18 +213,14 @@ class SampledSoftmax(nn.Module):
         """Sampled softmax loss of each example: query ``(batch, in_features)``, target ``(batch,)`` → ``(batch,)``."""
         with torch.no_grad():
             self._refresh_sampler()
-            ids, log_count, shared = self.sampler.draw(
-                query, self.num_samples, exclude=target, context=context, generator=generator
-            )
-            shared = shared and len(ids) > 0
-            negatives = ids[0] if shared else ids
+            draw = self.sampler.draw(query, self.num_samples, exclude=target, context=context, generator=generator)
+            negatives = draw.ids[0] if draw.shared else draw.ids
             if self._touched is not None:
                 self._touched += [target, negatives.flatten()]
         bias = None if self.bias_embedding is None else self.bias_embedding.weight
-        losses = fused.pooled_losses if shared else fused.sampled_losses
-        return losses(
-            query, self.weight, bias, target, negatives, log_count, prediction=self.prediction, sparse=self.sparse
-        )
+        losses = fused.pooled_losses if draw.shared else fused.sampled_losses
+        options = {"prediction": self.prediction, "sparse": self.sparse}
+        return losses(query, self.weight, bias, target, negatives, draw.log_count, **options)
 
     def _refresh_sampler(self) -> None:
         """Let an adaptive sampler follow the weights: the rows that the last steps touched, or all of them."""

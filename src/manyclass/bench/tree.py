@@ -1,7 +1,7 @@
 """The kernel tree against dense kernel sampling, the full softmax and uniform sampling, as the classes grow."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 from .. import kernels, samplers
 from ..head import SampledSoftmax
+from .step import training_step
 from .timing import best_of, write_csv
 
 CLASSES = (10_000, 100_000, 1_000_000)
@@ -82,18 +83,6 @@ def _measure(num_classes: int, in_features: int) -> tuple[dict[str, float], floa
     }
     held = sum(buffer.numel() * buffer.element_size() for buffer in tree.buffers())
     return best_of(parts | steps), held / (weight.numel() * weight.element_size())
-
-
-def training_step(parameters: Iterable[Tensor], loss: Callable[[Tensor], Tensor], query: Tensor) -> Callable[[], None]:
-    """A whole training step: forward, backward (to the query too), SGD; the tree's update is part of the forward."""
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss(query.detach().requires_grad_()).backward()
-        optimizer.step()
-
-    return step
 
 
 def _print(rows: list[Row], memory: dict[tuple[int, int], float], console: Console) -> None:

@@ -17,8 +17,11 @@ class Draw(NamedTuple):
     #: Log of the expected number of times that the id enters this example's sample, shape of ``ids``: ``ln(m·q)``
     #: for ``m`` draws with replacement from ``q``. ``+inf`` marks an empty slot.
     log_count: Tensor
-    #: Whether all examples have the same ids.
-    shared: bool = False
+
+    @property
+    def shared(self) -> bool:
+        """Whether all examples have the same ids: one pool, stored once and expanded."""
+        return self.ids.numel() > 0 and all(stride == 0 for stride in self.ids.stride()[:-1])
 
 
 class Sampler(nn.Module):

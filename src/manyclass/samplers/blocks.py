@@ -165,7 +165,7 @@ class Blocks(Sampler):
         ids, log_count = self._draw_blocks(self._query(flat), wanted, uniform, exclude)
         shape = (*query.shape[:-1], ids.shape[-1])
         log_count = log_count.to(torch.promote_types(query.dtype, torch.float32))
-        return Draw(ids.reshape(shape), log_count.reshape(shape), self.scope == "batch")
+        return Draw(ids.reshape(shape), log_count.reshape(shape))
 
     def _draw_blocks(
         self,
