@@ -61,7 +61,7 @@ def test_demo(tmp_path, monkeypatch):
     assert "1.0×" in text
     with (tmp_path / "demo.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert {row["run"] for row in rows} == {"full softmax", "uniform", "unigram"}
+    assert {row["run"] for row in rows} == {"full softmax", "unigram", "blocks"}
     assert all(float(row["loss"]) > 0 for row in rows)
     # The same start for all: the first loss is that of the untrained model.
     assert len({round(float(row["loss"]), 4) for row in rows if row["step"] == "0"}) == 1

@@ -18,9 +18,9 @@ from .models import LanguageModel
 from .training import Record, train_language_model
 
 FEATURES = 128
-NUM_SAMPLES = 64
 HELDOUT = 5_000
 FULL = "full softmax"
+NEGATIVES = {FULL: "all", "unigram": "64 each", "blocks": "2048 shared"}
 
 
 class FullSoftmax(nn.Linear):
@@ -41,11 +41,11 @@ def run(steps: int, out: Path, seed: int, console: Console) -> None:
         f"{len(corpus.tokens):,} words and symbols of Python source, {num_classes:,} classes; "
         f"{steps} steps of 640 words, {torch.get_num_threads()} threads, seed {seed}"
     )
-    counts = torch.bincount(train, minlength=num_classes)
+    counts = torch.bincount(train, minlength=num_classes) + 1
     heads: dict[str, Any] = {
         FULL: lambda: FullSoftmax(FEATURES, num_classes, bias=False),
-        "uniform": lambda: SampledSoftmax(FEATURES, num_classes, "uniform", NUM_SAMPLES),
-        "unigram": lambda: SampledSoftmax(FEATURES, num_classes, "unigram", NUM_SAMPLES, counts=counts + 1, power=0.75),
+        "unigram": lambda: SampledSoftmax(FEATURES, num_classes, "unigram", 64, counts=counts, power=0.75),
+        "blocks": lambda: SampledSoftmax(FEATURES, num_classes, "blocks", 2048, block_size=16),
     }
     runs: dict[str, list[Record]] = {}
     columns = ["{task.description:<12}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
@@ -74,9 +74,8 @@ def _table(runs: dict[str, list[Record]]) -> Table:
     speeds = {name: records[-1].step / records[-1].seconds for name, records in runs.items()}
     for name, records in runs.items():
         loss = records[-1].loss
-        negatives = "all" if name == FULL else str(NUM_SAMPLES)
         ratio = f"{speeds[name] / speeds[FULL]:.1f}×"
-        table.add_row(name, negatives, f"{loss:.3f}", f"{math.exp(loss):.0f}", f"{speeds[name]:.1f}", ratio)
+        table.add_row(name, NEGATIVES[name], f"{loss:.3f}", f"{math.exp(loss):.0f}", f"{speeds[name]:.1f}", ratio)
     return table
 
 
@@ -94,5 +93,5 @@ def _plot(runs: dict[str, list[Record]], file: Path, num_classes: int) -> None:
     by_step.legend()
     for axes in (by_step, by_time):
         axes.grid(alpha=0.3)
-    figure.suptitle(f"Predicting the next of {num_classes:,} words in Python source, {NUM_SAMPLES} negatives")
+    figure.suptitle(f"Predicting the next of {num_classes:,} words in Python source")
     figure.savefig(file, dpi=120)
