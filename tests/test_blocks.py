@@ -10,19 +10,10 @@ from contract import SIGNIFICANCE, goodness_of_fit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyclass import SampledSoftmax, ops, samplers
+from manyclass import SampledSoftmax, samplers
 from manyclass.samplers import Blocks, blocks
 
 SCOPES = ["example", "batch"]
-
-
-@pytest.fixture(params=["native", "reference"])
-def backend(request, monkeypatch):
-    if request.param == "reference":
-        monkeypatch.setattr(ops, "_NATIVE", False)
-    elif not ops.native_available():
-        pytest.skip("the native core was not built")
-    return request.param
 
 
 def weights(n, d, seed=0):

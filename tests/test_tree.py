@@ -9,7 +9,7 @@ from contract import CHECKS, SIGNIFICANCE, Case, goodness_of_fit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyclass import SampledSoftmax, head, kernels, ops, samplers
+from manyclass import SampledSoftmax, head, kernels, samplers
 from manyclass.samplers import KernelTree, tree
 
 
@@ -41,15 +41,6 @@ def case(n=13, d=3, kernel=None, rtol=1e-4, **options) -> Case:
         return mass / mass.sum(-1, keepdim=True)
 
     return Case(lambda: KernelTree(kernel, n, d, **options), truth, d, weight, rtol)
-
-
-@pytest.fixture(params=["native", "reference"])
-def backend(request, monkeypatch):
-    if request.param == "reference":
-        monkeypatch.setattr(ops, "_NATIVE", False)
-    elif not ops.native_available():
-        pytest.skip("the native core was not built")
-    return request.param
 
 
 @pytest.fixture

@@ -141,6 +141,21 @@ class Sampler(nn.Module):
             context = checks.indices("context", context, None, batch_of=query).reshape(-1)
         return query.reshape(-1, query.shape[-1]), exclude, context
 
+    def _check_weight(self, weight: Tensor, bias: Tensor | None, *, takes_bias: bool, device: torch.device) -> None:
+        """Check what `update` is given, for samplers whose size is known from the start."""
+        checks.floating("weight", weight)
+        if tuple(weight.shape) != (self.num_classes, self.in_features):
+            expected = (self.num_classes, self.in_features)
+            raise ValueError(f"weight must have shape {expected}, got {tuple(weight.shape)}")
+        if (bias is not None) != takes_bias:
+            raise ValueError(
+                f"bias must be {'given' if takes_bias else 'None'}: the sampler was made with bias={takes_bias}"
+            )
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias must have shape ({len(weight)},), got {tuple(bias.shape)}")
+        if weight.device != device:
+            raise ValueError(f"weight is on {weight.device} but the sampler is on {device}; both must be on the same")
+
     def _excluded(self, ids: Tensor, exclude: Tensor | None, log_prob: Tensor) -> Tensor:
         """Set the log probability of the excluded class to −inf."""
         return log_prob if exclude is None else log_prob.masked_fill(ids == exclude.unsqueeze(-1), -math.inf)

@@ -88,13 +88,8 @@ class Blocks(Sampler):
 
     def update(self, weight: Tensor, rows: Tensor | None = None, *, bias: Tensor | None = None) -> None:
         """Follow the class weights: the summaries of the blocks of ``rows``, or of all; now and then, new blocks."""
-        checks.floating("weight", weight)
-        if tuple(weight.shape) != (self.num_classes, self.in_features):
-            expected = (self.num_classes, self.in_features)
-            raise ValueError(f"weight must have shape {expected}, got {tuple(weight.shape)}")
-        if (bias is not None) != (self.columns > self.in_features):
-            raise ValueError(f"bias must be {'given' if bias is None else 'None'}: these blocks are for the other case")
-        checks.same_device("weight", weight, "the sampler", self.mean)
+        takes_bias = self.columns > self.in_features
+        self._check_weight(weight, bias, takes_bias=takes_bias, device=self.mean.device)
         updates = int(self.updates)
         self.updates += 1
         if updates == 0 or (updates % REBUILD == 0 and (updates // REBUILD).bit_count() == 1):

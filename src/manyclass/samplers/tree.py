@@ -93,15 +93,8 @@ class KernelTree(Sampler):
 
         Sums are never added to, so they equal a fresh build however many updates there were.
         """
-        checks.floating("weight", weight)
-        if tuple(weight.shape) != (self.num_classes, self.in_features):
-            expected = (self.num_classes, self.in_features)
-            raise ValueError(f"weight must have shape {expected}, got {tuple(weight.shape)}")
-        if (bias is not None) != (self.columns > self.in_features):
-            raise ValueError(
-                f"bias must be {'given' if bias is None else 'None'}: this tree was made for the other case"
-            )
-        checks.same_device("weight", weight, "the sampler", self.weight)
+        takes_bias = self.columns > self.in_features
+        self._check_weight(weight, bias, takes_bias=takes_bias, device=self.weight.device)
         picked = slice(None) if rows is None else checks.indices("rows", rows, self.num_classes).unique()
         self.weight[picked, : self.in_features] = weight.detach()[picked].to(self.weight.dtype)
         if bias is not None:
