@@ -1,6 +1,5 @@
 """The kernel tree: the contract on both backends, many shapes, updates, partial samples, any kernel."""
 
-import copy
 import math
 
 import pytest
@@ -380,23 +379,40 @@ def test_unseen_changes_are_found_in_the_end(monkeypatch):
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-def test_a_loaded_checkpoint_goes_on_as_if_never_stopped(sparse):
+@pytest.mark.parametrize("kind", ["tree", "blocks-example", "blocks-batch"])
+def test_a_loaded_checkpoint_goes_on_as_if_never_stopped(kind, sparse, tmp_path):
+    def model_of():
+        if kind == "tree":
+            return layer(sparse=sparse)
+        return SampledSoftmax(6, 60, "blocks", 16, sparse=sparse, block_size=4, scope=kind.removeprefix("blocks-"))
+
     def optimizer_of(model):
         return torch.optim.Adagrad(model.parameters(), lr=0.3)
 
-    whole = layer(sparse=sparse)
+    torch.manual_seed(0)
+    whole = model_of()
     optimizer = optimizer_of(whole)
     steps(whole, optimizer, 7, seed=1)
-    state, optimizer_state = copy.deepcopy((whole.state_dict(), optimizer.state_dict()))
-    assert "sampler.sums" not in state
-    steps(whole, optimizer, 7, seed=2)
+    torch.save([whole.state_dict(), optimizer.state_dict()], tmp_path / "checkpoint.pt")
+    steps(whole, optimizer, 17, seed=2)
 
-    resumed = layer(sparse=sparse)
+    resumed = model_of()
+    state, optimizer_state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert "sampler.sums" not in state
     resumed.load_state_dict(state)
     optimizer = optimizer_of(resumed)
     optimizer.load_state_dict(optimizer_state)
-    steps(resumed, optimizer, 7, seed=2)
+    steps(resumed, optimizer, 17, seed=2)
     assert torch.equal(whole.weight, resumed.weight)
+
+
+def test_new_weights_without_the_rest_of_a_checkpoint_refresh_all():
+    model = layer()
+    steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    model.load_state_dict({"embedding.weight": torch.randn(60, 6)}, strict=False)
+    with torch.no_grad():
+        model(torch.ones(1, 6), torch.tensor([0]))
+    assert torch.equal(model.sampler.weight, model.weight)
 
 
 def test_by_name_the_tree_serves_many_classes():

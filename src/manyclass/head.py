@@ -241,10 +241,19 @@ class SampledSoftmax(nn.Module):
         alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
         return self.sparse and not self.tied and alone
 
+    def get_extra_state(self) -> Tensor:
+        """Rows whose statistics wait for a refresh, so that a checkpoint goes on exactly; (−1,) for all of them."""
+        if self._touched is None:
+            return torch.tensor([-1])
+        return torch.cat([self.step.new_empty(0), *self._touched])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take over the rows of `get_extra_state`."""
+        self._touched = None if state.tolist() == [-1] else [state.to(self.weight.device)]
+
     def _load_from_state_dict(self, *args: Any) -> None:  # pyright: ignore
+        self._touched = None  # unless the checkpoint knows better: the weights are new
         super()._load_from_state_dict(*args)
-        # Tracked rows that waited for a refresh are forgotten: refresh all. Else the sampler's own state goes on.
-        self._touched = None if self._tracked() else []
 
     def _check_input(self, input: Tensor) -> Tensor:
         """Check the queries and bring them to the precision of the computation."""
