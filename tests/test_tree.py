@@ -8,7 +8,7 @@ from contract import CHECKS, SIGNIFICANCE, Case, goodness_of_fit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyclass import SampledSoftmax, head, kernels, samplers
+from manyclass import SampledSoftmax, kernels, samplers
 from manyclass.samplers import KernelTree, tree
 
 
@@ -306,113 +306,6 @@ def test_weights_that_are_not_finite_are_refused(value, backend):
     sampler.update(weight)
     with pytest.raises(ValueError, match="class weights must be finite"):
         sampler.draw(torch.ones(2, 3), 4)
-
-
-# --- in the layer ---------------------------------------------------------------------------------------------------
-
-
-def layer(n=60, d=6, **options):
-    torch.manual_seed(0)
-    bias = options.get("bias", False)
-    sampler = KernelTree(kernels.Quadratic(), n, d, leaf_size=3, bias=bias)
-    return SampledSoftmax(d, n, sampler, 4, prediction="absolute", **options)
-
-
-def steps(model, optimizer, count, seed=0, d=6, n=60):
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(count):
-        query, target = torch.randn(5, d, generator=generator), torch.randint(n, (5,), generator=generator)
-        optimizer.zero_grad()
-        model(query, target, generator=generator).backward()
-        optimizer.step()
-    return query, target
-
-
-def expected_sums(model):
-    old = model.sampler
-    fresh = KernelTree(old.kernel, old.num_classes, old.in_features, old.leaf_size, bias=model.bias is not None)
-    fresh.update(model.weight, bias=model.bias)
-    return fresh.sums
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_layer_refreshes_what_it_touched(bias, backend, monkeypatch):
-    model = layer(bias=bias)
-    calls = []
-    update = model.sampler.update
-    monkeypatch.setattr(model.sampler, "update", lambda w, rows=None, **k: (calls.append(rows), update(w, rows, **k)))
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.3)
-    query, target = steps(model, optimizer, 4)
-    assert not torch.equal(model.sampler.sums, expected_sums(model))  # the last step is not yet followed
-    with torch.no_grad():
-        model(query, target)
-    assert torch.equal(model.sampler.sums, expected_sums(model))
-    assert [rows is None for rows in calls] == [True, False, False, False, False]
-    assert all(5 <= len(rows.unique()) <= 25 for rows in calls[1:])
-
-
-@pytest.mark.parametrize("kind", ["dense", "tied"])
-def test_untracked_weights_are_refreshed_periodically(kind):
-    options = {"sparse": False} if kind == "dense" else {"embedding": torch.nn.Embedding(60, 6, sparse=True)}
-    model = layer(**options)
-    optimizer = (torch.optim.Adam if kind == "dense" else torch.optim.SGD)(model.parameters(), lr=0.1)
-    steps(model, optimizer, head.REFRESH_UNTRACKED)
-    assert not torch.equal(model.sampler.sums, expected_sums(model))
-    with torch.no_grad():
-        model(torch.ones(1, 6), torch.tensor([0]))
-    assert torch.equal(model.sampler.sums, expected_sums(model))
-
-
-def test_unseen_changes_are_found_in_the_end(monkeypatch):
-    monkeypatch.setattr(head, "REFRESH_ALL", 3)
-    model = layer()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps(model, optimizer, 1)
-    with torch.no_grad():
-        model.weight.mul_(2)
-    steps(model, optimizer, 1)
-    assert not torch.equal(model.sampler.weight, model.weight)
-    steps(model, optimizer, 2)
-    with torch.no_grad():
-        model(torch.ones(1, 6), torch.tensor([0]))
-    assert torch.equal(model.sampler.weight, model.weight)
-
-
-@pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize("kind", ["tree", "blocks-example", "blocks-batch"])
-def test_a_loaded_checkpoint_goes_on_as_if_never_stopped(kind, sparse, tmp_path):
-    def model_of():
-        if kind == "tree":
-            return layer(sparse=sparse)
-        return SampledSoftmax(6, 60, "blocks", 16, sparse=sparse, block_size=4, scope=kind.removeprefix("blocks-"))
-
-    def optimizer_of(model):
-        return torch.optim.Adagrad(model.parameters(), lr=0.3)
-
-    torch.manual_seed(0)
-    whole = model_of()
-    optimizer = optimizer_of(whole)
-    steps(whole, optimizer, 7, seed=1)
-    torch.save([whole.state_dict(), optimizer.state_dict()], tmp_path / "checkpoint.pt")
-    steps(whole, optimizer, 17, seed=2)
-
-    resumed = model_of()
-    state, optimizer_state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert "sampler.sums" not in state
-    resumed.load_state_dict(state)
-    optimizer = optimizer_of(resumed)
-    optimizer.load_state_dict(optimizer_state)
-    steps(resumed, optimizer, 17, seed=2)
-    assert torch.equal(whole.weight, resumed.weight)
-
-
-def test_new_weights_without_the_rest_of_a_checkpoint_refresh_all():
-    model = layer()
-    steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
-    model.load_state_dict({"embedding.weight": torch.randn(60, 6)}, strict=False)
-    with torch.no_grad():
-        model(torch.ones(1, 6), torch.tensor([0]))
-    assert torch.equal(model.sampler.weight, model.weight)
 
 
 def test_by_name_the_tree_serves_many_classes():
