@@ -24,7 +24,7 @@ struct Projected {
   bool operator<(const Projected& other) const { return value < other.value || (value == other.value && id < other.id); }
 };
 
-// The principal direction of (a part of) the rows at ids, and their mean along it does not matter for a median split.
+// The principal direction of the rows at `sample`, by power iteration.
 void principal_direction(const float* weight, const std::vector<int64_t>& sample, int64_t columns, float* direction) {
   const auto count = static_cast<int64_t>(sample.size());
   std::vector<float> mean(columns), next(columns), values(count), ones(count, 1.0f / static_cast<float>(count));
@@ -62,9 +62,9 @@ Tensor bisect(const Tensor& weight, int64_t levels) {
   Tensor order = torch::stable::new_empty(weight, {classes}, ScalarType::Long);
   auto* ids = order.mutable_data_ptr<int64_t>();
   std::iota(ids, ids + classes, 0);
+  const auto border = [&](int64_t j, int64_t parts) { return static_cast<int64_t>(static_cast<__int128>(j) * classes / parts); };
   for (int64_t level = 0; level < levels; ++level) {
     const int64_t segments = int64_t{1} << level;
-    const auto border = [&](int64_t j, int64_t parts) { return static_cast<int64_t>(static_cast<__int128>(j) * classes / parts); };
     torch::stable::parallel_for(0, segments, 1, [&](int64_t from, int64_t to) {
       std::vector<int64_t> sample;
       std::vector<float> direction(columns), values;
@@ -79,18 +79,17 @@ Tensor bisect(const Tensor& weight, int64_t levels) {
         values.resize(size);
         projected.resize(size);
         dots_at(direction.data(), data, ids + begin, size, columns, values.data());
-        for (int64_t i = 0; i < size; ++i) projected[i] = {values[i], ids[begin + i]};
+        // Weights that are not finite are refused when classes are drawn; until then they must not break the order.
+        for (int64_t i = 0; i < size; ++i) projected[i] = {std::isfinite(values[i]) ? values[i] : 0.0f, ids[begin + i]};
         std::nth_element(projected.begin(), projected.begin() + (middle - begin), projected.end());
         for (int64_t i = 0; i < size; ++i) ids[begin + i] = projected[i].id;
       }
     });
   }
   // Within a block the order is that of the ids: rows of one block are read in the order of memory.
-  torch::stable::parallel_for(0, int64_t{1} << levels, 64, [&](int64_t from, int64_t to) {
-    for (int64_t block = from; block < to; ++block) {
-      const auto border = [&](int64_t j) { return static_cast<int64_t>((static_cast<__int128>(j) * classes) >> levels); };
-      std::sort(ids + border(block), ids + border(block + 1));
-    }
+  const int64_t blocks = int64_t{1} << levels;
+  torch::stable::parallel_for(0, blocks, 64, [&](int64_t from, int64_t to) {
+    for (int64_t j = from; j < to; ++j) std::sort(ids + border(j, blocks), ids + border(j + 1, blocks));
   });
   return order;
 }

@@ -8,8 +8,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
-#include <numeric>
 #include <tuple>
 #include <vector>
 

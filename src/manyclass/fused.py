@@ -27,7 +27,7 @@ def sampled_losses(
     CPU in float32 a native kernel reads the rows where they lie; elsewhere they are gathered.
     """
     classes = torch.cat([target.unsqueeze(-1), ids], dim=-1)
-    if ops.native_available() and query.device.type == "cpu" and query.dtype == weight.dtype == torch.float32:
+    if ops.native_for(query, weight):
         return cast(Tensor, _Native.apply(query, weight, bias, classes, log_count, prediction == "absolute", sparse))
     return reference_losses(query, weight, bias, classes, log_count, prediction=prediction, sparse=sparse)
 

@@ -105,7 +105,7 @@ class SampledSoftmax(nn.Module):
             nn.init.uniform_(new.weight, -bound, bound)
             return new
 
-        tied = embedding is not None
+        self.tied = embedding is not None
         if embedding is None:
             embedding = parameters(in_features)
         elif tuple(embedding.weight.shape) != (num_classes, in_features):
@@ -114,7 +114,6 @@ class SampledSoftmax(nn.Module):
             )
         elif embedding.sparse != sparse:
             raise ValueError(f"sparse={sparse} but embedding.sparse={embedding.sparse}; both must be the same")
-        self.tied = tied
         self.embedding = embedding
         self.bias_embedding = parameters(1) if bias else None
 

@@ -34,6 +34,11 @@ def native_available() -> bool:
     return _NATIVE
 
 
+def native_for(*tensors: Tensor) -> bool:
+    """Whether the native kernels serve these tensors: float32 on the CPU."""
+    return _NATIVE and all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
+
+
 def alias_draw(
     threshold: Tensor,  # shape: (cells,), float64
     alias: Tensor,  # shape: (cells,), int64

@@ -4,9 +4,10 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import checks
+from .. import checks, functional
 
 
 class Draw(NamedTuple):
@@ -141,20 +142,12 @@ class Sampler(nn.Module):
             context = checks.indices("context", context, None, batch_of=query).reshape(-1)
         return query.reshape(-1, query.shape[-1]), exclude, context
 
-    def _check_weight(self, weight: Tensor, bias: Tensor | None, *, takes_bias: bool, device: torch.device) -> None:
-        """Check what `update` is given, for samplers whose size is known from the start."""
-        checks.floating("weight", weight)
-        if tuple(weight.shape) != (self.num_classes, self.in_features):
-            expected = (self.num_classes, self.in_features)
-            raise ValueError(f"weight must have shape {expected}, got {tuple(weight.shape)}")
-        if (bias is not None) != takes_bias:
-            raise ValueError(
-                f"bias must be {'given' if takes_bias else 'None'}: the sampler was made with bias={takes_bias}"
-            )
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias must have shape ({len(weight)},), got {tuple(bias.shape)}")
-        if weight.device != device:
-            raise ValueError(f"weight is on {weight.device} but the sampler is on {device}; both must be on the same")
+    def _chunks(self, numbers_per_query: int, query: Tensor, other: Tensor, exclude: Tensor | None):
+        """Split the batch so that ``numbers_per_query`` of all queries of a chunk stay within the memory bound."""
+        size = max(1, functional.MAX_LOGITS // numbers_per_query)
+        parts = query.split(size)
+        positives = [None] * len(parts) if exclude is None else exclude.split(size)
+        return zip(parts, other.split(size), positives, strict=True)
 
     def _excluded(self, ids: Tensor, exclude: Tensor | None, log_prob: Tensor) -> Tensor:
         """Set the log probability of the excluded class to −inf."""
@@ -163,3 +156,41 @@ class Sampler(nn.Module):
     def extra_repr(self) -> str:
         """Show the number of classes."""
         return f"num_classes={self.num_classes}"
+
+
+class Incremental(Sampler):
+    """A sampler that keeps sums or summaries of sets of classes, and follows the class weights row by row.
+
+    Args:
+        num_classes: n.
+        in_features: size of the query, d.
+        bias: whether class weights come with offsets: a further column, where the query has a one.
+    """
+
+    adaptive = True
+    incremental = True
+
+    def __init__(self, num_classes: int, in_features: int, bias: bool) -> None:
+        super().__init__()
+        self.num_classes = checks.positive_int("num_classes", num_classes)
+        self.in_features: int = checks.positive_int("in_features", in_features)  # pyright: ignore
+        self.columns = in_features + bias
+
+    def _check_weight(self, weight: Tensor, bias: Tensor | None, own: Tensor) -> None:
+        """Check what `update` is given; ``own`` is a buffer of the sampler."""
+        checks.floating("weight", weight)
+        if tuple(weight.shape) != (self.num_classes, self.in_features):
+            expected = (self.num_classes, self.in_features)
+            raise ValueError(f"weight must have shape {expected}, got {tuple(weight.shape)}")
+        takes_bias = self.columns > self.in_features
+        if (bias is not None) != takes_bias:
+            needed = "given" if takes_bias else "None"
+            raise ValueError(f"bias must be {needed}: the sampler was made with bias={takes_bias}")
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias must have shape ({len(weight)},), got {tuple(bias.shape)}")
+        checks.same_device("weight", weight, "the sampler", own)
+
+    def _extended(self, query: Tensor, own: Tensor) -> Tensor:
+        """The query in the precision of the sampler's buffer ``own``, with a one for the offsets."""
+        query = query.to(own.dtype)
+        return F.pad(query, (0, 1), value=1.0) if self.columns > self.in_features else query

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import checks, functional, ops
-from .base import Draw, Sampler
+from .base import Draw, Incremental
 
 SCOPES = ("example", "batch")
 # A pool is designed from at most so many examples, and so many masses: any design is valid, and more than a few
@@ -23,7 +23,7 @@ DEFENSIVE = 0.02
 REBUILD = 10
 
 
-class Blocks(Sampler):
+class Blocks(Incremental):
     """Draws whole blocks of classes, without replacement, by the mass that a block's first two cumulants predict.
 
     A block C of classes with mean μ, scaled principal directions f_1 … f_r and isotropic rest σ² has about the mass
@@ -45,9 +45,6 @@ class Blocks(Sampler):
     O(n·r·d / block_size) per example that is designed for; memory is (1 + r)/block_size of the class weights.
     """
 
-    adaptive = True
-    incremental = True
-
     order: Tensor
     block_of: Tensor
     mean: Tensor
@@ -66,14 +63,11 @@ class Blocks(Sampler):
         prediction: str = "softmax",
         bias: bool = False,
     ) -> None:
-        super().__init__()
-        self.num_classes = checks.positive_int("num_classes", num_classes)
-        self.in_features: int = checks.positive_int("in_features", in_features)  # pyright: ignore
+        super().__init__(num_classes, in_features, bias)
         checks.positive_int("block_size", block_size)
         checks.one_of("scope", scope, SCOPES)
         checks.one_of("prediction", prediction, functional.PREDICTIONS)
         self.scope, self.prediction = scope, prediction
-        self.columns = in_features + bias
         self.rank = min(checks.positive_int("rank", rank, 0), self.columns)
         self.levels = min(max(0, round(math.log2(num_classes / block_size))), int(math.log2(num_classes)))
         self.blocks = 1 << self.levels
@@ -88,12 +82,11 @@ class Blocks(Sampler):
 
     def update(self, weight: Tensor, rows: Tensor | None = None, *, bias: Tensor | None = None) -> None:
         """Follow the class weights: the summaries of the blocks of ``rows``, or of all; now and then, new blocks."""
-        takes_bias = self.columns > self.in_features
-        self._check_weight(weight, bias, takes_bias=takes_bias, device=self.mean.device)
+        self._check_weight(weight, bias, self.mean)
         updates = int(self.updates)
         self.updates += 1
         if updates == 0 or (updates % REBUILD == 0 and (updates // REBUILD).bit_count() == 1):
-            self._deal(bisect(_extended(weight.detach(), bias, slice(None)), self.levels))
+            self._deal(bisect(_rows(weight.detach(), bias, slice(None)), self.levels))
             rows = None
         if rows is None:
             blocks, iterations = torch.arange(self.blocks, device=weight.device), 4
@@ -111,7 +104,7 @@ class Blocks(Sampler):
 
     def _summarise(self, weight: Tensor, bias: Tensor | None, blocks: Tensor, iterations: int) -> None:
         """Mean, principal directions by warm subspace iteration, and the rest, of some blocks."""
-        if ops.native_available() and weight.device.type == "cpu" and weight.dtype == self.mean.dtype == torch.float32:
+        if ops.native_for(weight, self.mean):
             summaries, blocks = (self.mean, self.directions, self.spread), blocks.contiguous()
             offsets = weight.new_empty(0) if bias is None else bias.detach().contiguous()
             torch.ops.manyclass.summarise_(*summaries, weight.contiguous(), offsets, self.order, blocks, iterations)
@@ -122,7 +115,7 @@ class Blocks(Sampler):
     def _summarise_reference(self, weight: Tensor, bias: Tensor | None, blocks: Tensor, iterations: int) -> None:
         classes, inside = self._members(blocks)
         size = inside.sum(dim=-1)
-        members = _extended(weight, bias, classes).to(self.mean.dtype) * inside.unsqueeze(-1)
+        members = _rows(weight, bias, classes).to(self.mean.dtype) * inside.unsqueeze(-1)
         mean = members.sum(dim=1) / size.unsqueeze(-1)
         members = (members - mean.unsqueeze(1)) * (inside / size.sqrt().unsqueeze(-1)).unsqueeze(-1)
         self.mean[blocks] = mean
@@ -157,7 +150,7 @@ class Blocks(Sampler):
         numbers = 1 if self.scope == "batch" else len(flat)
         uniform = torch.rand(numbers, dtype=torch.float64, device=query.device, generator=generator)
         wanted = min(self.blocks, max(1, round(num_samples / self.block_size)))
-        ids, log_count = self._draw_blocks(self._query(flat), wanted, uniform, exclude)
+        ids, log_count = self._draw_blocks(self._extended(flat, self.mean), wanted, uniform, exclude)
         shape = (*query.shape[:-1], ids.shape[-1])
         log_count = log_count.to(torch.promote_types(query.dtype, torch.float32))
         return Draw(ids.reshape(shape), log_count.reshape(shape))
@@ -175,30 +168,26 @@ class Blocks(Sampler):
             examples = max(1, min(DESIGN_EXAMPLES, DESIGN_MASSES // self.blocks))
             design = query[:: max(1, math.ceil(len(query) / examples))]
             mass = self._mass(design).square().mean(dim=0).sqrt() if len(design) else self._sizes() / self.num_classes
-            inclusion = _inclusion((mass / mass.sum()).unsqueeze(0), wanted)
-            blocks = _systematic(inclusion, uniform, wanted)
-            log_count = inclusion.log().gather(-1, blocks)
-            classes, inside = self._members(blocks)
-            classes = classes.flatten(1).expand(len(query), -1)
-            log_count = torch.where(inside, log_count.unsqueeze(-1), math.inf).flatten(1).expand(len(query), -1)
+            pool = self._take(_inclusion((mass / mass.sum()).unsqueeze(0), wanted), uniform, wanted)
+            classes, log_count = (part.expand(len(query), -1) for part in pool)
         else:
-            results = []
-            size = max(1, functional.MAX_LOGITS // (self.blocks * (1 + self.rank)))
-            for part, numbers in zip(query.split(size), uniform.split(size), strict=True):
-                inclusion = _inclusion(self._mass(part), wanted)
-                blocks = _systematic(inclusion, numbers, wanted)
-                members, inside = self._members(blocks)
-                counts = torch.where(inside, inclusion.log().gather(-1, blocks).unsqueeze(-1), math.inf)
-                results.append((members.flatten(1), counts.flatten(1)))
-            members, counts = zip(*results, strict=True)
-            classes, log_count = torch.cat(members), torch.cat(counts)
+            chunks = self._chunks(self.blocks * (1 + self.rank), query, uniform, None)
+            taken = [self._take(_inclusion(self._mass(part), wanted), numbers, wanted) for part, numbers, _ in chunks]
+            classes, log_count = (torch.cat(parts) for parts in zip(*taken, strict=True))
         if exclude is not None:
             log_count = log_count.masked_fill(classes == exclude.unsqueeze(-1), math.inf)
         return classes, log_count
 
+    def _take(self, inclusion: Tensor, uniform: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
+        """Draw blocks by ``inclusion (rows, blocks)``: their classes and ln π, both ``(rows, wanted · block_size)``."""
+        blocks = _systematic(inclusion, uniform, wanted)
+        classes, inside = self._members(blocks)
+        log_count = torch.where(inside, inclusion.gather(-1, blocks).log().unsqueeze(-1), math.inf)
+        return classes.flatten(1), log_count.flatten(1)
+
     def _log_prob(self, query, ids, exclude, context):
         """Log of the expected count of ``ids`` when each example draws one block for itself."""
-        log_mass = self._mass(self._query(query)).double().log()
+        log_mass = self._mass(self._extended(query, self.mean)).double().log()
         return self._excluded(ids, exclude, log_mass.gather(-1, self.block_of[ids]))
 
     def _mass(self, query: Tensor) -> Tensor:
@@ -228,10 +217,6 @@ class Blocks(Sampler):
     def _sizes(self) -> Tensor:
         return self._border(torch.arange(self.blocks + 1, device=self.mean.device)).diff().to(self.mean.dtype)
 
-    def _query(self, query: Tensor) -> Tensor:
-        query = query.to(self.mean.dtype)
-        return F.pad(query, (0, 1), value=1.0) if self.columns > query.shape[-1] else query
-
     def extra_repr(self) -> str:
         """Show the blocks and what they cost."""
         held = sum(buffer.numel() for buffer in (self.mean, self.directions, self.spread))
@@ -247,7 +232,7 @@ def bisect(weight: Tensor, levels: int) -> Tensor:
 
     Each run is halved at the median along its principal direction, ``levels`` times. O(n·d·levels).
     """
-    if ops.native_available() and weight.device.type == "cpu" and weight.dtype == torch.float32:
+    if ops.native_for(weight):
         return torch.ops.manyclass.bisect(weight.contiguous(), levels)
     num_classes = len(weight)
     order = torch.arange(num_classes, device=weight.device)
@@ -263,7 +248,7 @@ def bisect(weight: Tensor, levels: int) -> Tensor:
     return order
 
 
-def _extended(weight: Tensor, bias: Tensor | None, rows: Any) -> Tensor:
+def _rows(weight: Tensor, bias: Tensor | None, rows: Any) -> Tensor:
     """Rows of the class weights, with their offsets as a further column if there are any."""
     return weight[rows] if bias is None else torch.cat([weight[rows], bias.detach()[rows].unsqueeze(-1)], dim=-1)
 

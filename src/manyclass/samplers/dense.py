@@ -88,7 +88,7 @@ class Dense(Sampler):
 
     def _draw(self, query, uniform, exclude, context):
         results = []
-        for part, numbers, positive in self._chunks(query, uniform, exclude):
+        for part, numbers, positive in self._chunks(self.num_classes, query, uniform, exclude):
             log_q = self._log_probs(part, positive)
             cumulative = log_q.exp().cumsum(dim=-1)
             ids = torch.searchsorted(cumulative, numbers[..., 0] * cumulative[:, -1:], right=True)
@@ -97,15 +97,8 @@ class Dense(Sampler):
         return torch.cat(ids), torch.cat(log_prob)
 
     def _log_prob(self, query, ids, exclude, context):
-        chunks = self._chunks(query, ids, exclude)
+        chunks = self._chunks(self.num_classes, query, ids, exclude)
         return torch.cat([self._log_probs(part, positive).gather(-1, chunk) for part, chunk, positive in chunks])
-
-    def _chunks(self, query: Tensor, other: Tensor, exclude: Tensor | None):
-        """Split the batch so that one chunk's logits stay within the memory bound."""
-        size = max(1, functional.MAX_LOGITS // self.num_classes)
-        parts = query.split(size)
-        positives = [None] * len(parts) if exclude is None else exclude.split(size)
-        return zip(parts, other.split(size), positives, strict=True)
 
 
 class Softmax(Dense):

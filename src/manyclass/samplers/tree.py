@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import checks, functional, kernels, ops
-from .base import Sampler
+from .base import Incremental
 
 # Nodes of the first level. They are evaluated for all examples by one matrix product, which is so much faster per node
 # than single dot products that levels above would cost more than they save.
@@ -22,7 +22,7 @@ MAX_FEATURES = 1 << 16
 ENDINGS = ("class", "leaf")
 
 
-class KernelTree(Sampler):
+class KernelTree(Incremental):
     """q_i ∝ K(h, w_i) = ⟨φ(h), φ(w_i)⟩ by descending a tree whose nodes know z(C) = Σ_{j ∈ C} φ(w_j).
 
     A set C of classes is drawn with probability ⟨φ(h), z(C)⟩ / ⟨φ(h), z(parent)⟩, and a class within a leaf by its
@@ -42,9 +42,6 @@ class KernelTree(Sampler):
     Memory: a copy of the class weights and the sums, together about twice the class weights.
     """
 
-    adaptive = True
-    incremental = True
-
     kernel: Any
     weight: Tensor
     sums: Tensor
@@ -60,16 +57,13 @@ class KernelTree(Sampler):
         *,
         bias: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(num_classes, in_features, bias)
         if not callable(getattr(kernel, "feature_map", None)) or not callable(getattr(kernel, "feature_dim", None)):
             raise TypeError(f"kernel must have methods feature_map and feature_dim, got {kernel!r}")
         self.kernel = kernel
-        self.num_classes = checks.positive_int("num_classes", num_classes)
-        self.in_features: int = checks.positive_int("in_features", in_features)  # pyright: ignore
         self.branching = checks.positive_int("branching", branching, 2)
         checks.one_of("ending", ending, ENDINGS)
         self.ending = ending
-        self.columns = in_features + bias
         features = kernel.feature_dim(self.columns)
         if features > MAX_FEATURES:
             raise ValueError(
@@ -93,8 +87,7 @@ class KernelTree(Sampler):
 
         Sums are never added to, so they equal a fresh build however many updates there were.
         """
-        takes_bias = self.columns > self.in_features
-        self._check_weight(weight, bias, takes_bias=takes_bias, device=self.weight.device)
+        self._check_weight(weight, bias, self.weight)
         picked = slice(None) if rows is None else checks.indices("rows", rows, self.num_classes).unique()
         self.weight[picked, : self.in_features] = weight.detach()[picked].to(self.weight.dtype)
         if bias is not None:
@@ -120,7 +113,7 @@ class KernelTree(Sampler):
                 self._level(level)[node] = torch.where((child < len(below))[..., None], sums, 0).sum(dim=1)
 
     def _draw(self, query, uniform, exclude, context):
-        query = self._extended(query)
+        query = self._extended(query, self.weight)
         draw = self._draw_native if self._native() else self._draw_reference
         leaf_or_class, log_prob = draw(query, uniform[..., 0], exclude)
         if self.ending == "class":
@@ -157,7 +150,7 @@ class KernelTree(Sampler):
     def _draw_reference(self, query: Tensor, uniform: Tensor, exclude: Tensor | None) -> tuple[Tensor, Tensor]:
         """The same draw with the masses of all nodes at hand: one uniform number, stretched at each step."""
         results = []
-        for part, numbers, positive in self._chunks(query, uniform, exclude, uniform.shape[-1]):
+        for part, numbers, positive in self._chunks(self._work(uniform.shape[-1]), query, uniform, exclude):
             leaf_prob = self._leaf_prob(part, positive)
             leaf, rest = _invert(leaf_prob, numbers)
             prob = leaf_prob.gather(-1, leaf)
@@ -173,7 +166,8 @@ class KernelTree(Sampler):
 
     def _log_prob(self, query, ids, exclude, context):
         results = []
-        for part, chunk, positive in self._chunks(self._extended(query), ids, exclude, ids.shape[-1]):
+        query = self._extended(query, self.weight)
+        for part, chunk, positive in self._chunks(self._work(ids.shape[-1]), query, ids, exclude):
             leaf = chunk // self.leaf_size
             prob = self._leaf_prob(part, positive).gather(-1, leaf)
             if self.ending == "class":
@@ -243,11 +237,6 @@ class KernelTree(Sampler):
         classes = leaf.unsqueeze(-1) * self.leaf_size + torch.arange(self.leaf_size, device=leaf.device)
         return classes.clamp(max=self.num_classes - 1), classes < self.num_classes
 
-    def _extended(self, query: Tensor) -> Tensor:
-        """The query in the precision of the tree, with a one for the offsets."""
-        query = query.to(self.weight.dtype)
-        return F.pad(query, (0, 1), value=1.0) if self.columns > query.shape[-1] else query
-
     def _features(self, vectors: Tensor) -> Tensor:
         features = self.kernel.feature_map(vectors)
         return F.pad(features, (0, self.sums.shape[1] - features.shape[-1]))
@@ -267,12 +256,9 @@ class KernelTree(Sampler):
             known and ops.native_available() and self.weight.device.type == "cpu" and self.weight.dtype == torch.float
         )
 
-    def _chunks(self, query: Tensor, other: Tensor, exclude: Tensor | None, draws: int):
-        """Split the batch so that neither the masses of all nodes nor the leaves' weights exceed the memory bound."""
-        size = max(1, functional.MAX_LOGITS // max(len(self.sums), draws * self.leaf_size * self.columns))
-        parts = query.split(size)
-        positives = [None] * len(parts) if exclude is None else exclude.split(size)
-        return zip(parts, other.split(size), positives, strict=True)
+    def _work(self, draws: int) -> int:
+        """Numbers that the reference needs per query: the masses of all nodes, or the weights of the leaves drawn."""
+        return max(len(self.sums), draws * self.leaf_size * self.columns)
 
     def _load_from_state_dict(self, *args: Any) -> None:  # pyright: ignore
         super()._load_from_state_dict(*args)
