@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <numeric>
 #include <vector>
@@ -66,8 +67,7 @@ void summarise_(const Tensor& mean, const Tensor& directions, const Tensor& spre
   const auto within = [](const int64_t* data, int64_t count, int64_t limit) {
     return std::all_of(data, data + count, [&](int64_t id) { return 0 <= id && id < limit; });
   };
-  STD_TORCH_CHECK(within(order_data, classes, classes) && within(block_data, blocks.numel(), all), op,
-                  ": order or blocks out of range");
+  STD_TORCH_CHECK(within(block_data, blocks.numel(), all), op, ": blocks out of range");
   const auto* weight_data = weight.const_data_ptr<float>();
   const auto* bias_data = offsets ? bias.const_data_ptr<float>() : nullptr;
   auto* mean_data = mean.mutable_data_ptr<float>();
@@ -75,6 +75,7 @@ void summarise_(const Tensor& mean, const Tensor& directions, const Tensor& spre
   auto* spread_data = spread.mutable_data_ptr<float>();
   const int64_t largest = (classes + all - 1) / all;
 
+  std::atomic<bool> sound{true};  // exceptions must not leave a thread
   torch::stable::parallel_for(0, blocks.numel(), 16, [&](int64_t begin, int64_t end) {
     std::vector<float> members(largest * columns), basis(rank * columns), along(rank * largest), ones(largest, 1.0f);
     std::vector<double> covariance(rank * rank);
@@ -83,6 +84,10 @@ void summarise_(const Tensor& mean, const Tensor& directions, const Tensor& spre
     for (int64_t at = begin; at < end; ++at) {
       const int64_t block = block_data[at];
       const int64_t first = block * classes / all, size = (block + 1) * classes / all - first;
+      if (!within(order_data + first, size, classes)) {
+        sound = false;
+        continue;
+      }
       for (int64_t j = 0; j < size; ++j) {
         const int64_t id = order_data[first + j];
         if (j + 4 < size) __builtin_prefetch(weight_data + order_data[first + j + 4] * width);
@@ -141,6 +146,7 @@ void summarise_(const Tensor& mean, const Tensor& directions, const Tensor& spre
       spread_data[block] = static_cast<float>(std::max(variance, 0.0) / static_cast<double>(columns));
     }
   });
+  STD_TORCH_CHECK(sound, op, ": order must hold classes in [0, ", classes, ")");
 }
 
 }  // namespace

@@ -10,8 +10,8 @@ from contract import SIGNIFICANCE, goodness_of_fit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyclass import SampledSoftmax, samplers
-from manyclass.samplers import Blocks, blocks
+from manyclass import SampledSoftmax, ops, samplers
+from manyclass.samplers import Blocks, blocks, systematic
 
 SCOPES = ["example", "batch"]
 
@@ -33,13 +33,22 @@ def sampler_of(n=61, d=4, block_size=8, **options):
     return sampler
 
 
+@pytest.fixture(params=["one group", "four groups"])
+def groups(request, monkeypatch):
+    """A sampler of 8 blocks has one group, into which all examples look; or four, of which they look into two."""
+    if request.param == "four groups":
+        monkeypatch.setattr(blocks, "MIN_GROUP", 2)
+        monkeypatch.setattr(blocks, "LOOK_INTO", 2)
+    return 4 if request.param == "four groups" else 1
+
+
 @pytest.mark.parametrize("prediction", ["softmax", "absolute"])
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("wanted", [1, 3, 8])
-def test_the_partition_estimate_is_unbiased(scope, wanted, prediction, backend):
+def test_the_partition_estimate_is_unbiased(scope, wanted, prediction, groups, backend):
     """By enumeration over the uniform number: the mean of Ẑ is Z without the positive, for every example."""
     sampler, (query, target) = sampler_of(scope=scope, prediction=prediction), batch(3, 61, 4)
-    assert sampler.blocks == 8
+    assert (sampler.blocks, sampler.groups) == (8, groups)
     outputs = (query @ weights(61, 4).T).double()
     outputs = outputs.abs() if prediction == "absolute" else outputs
     expected = outputs.exp().sum(-1) - outputs.gather(1, target[:, None]).squeeze(1).exp()
@@ -62,35 +71,61 @@ def test_the_partition_estimate_is_unbiased(scope, wanted, prediction, backend):
 
 
 def test_a_wrong_inclusion_probability_would_be_found(monkeypatch):
-    """The enumeration above must be able to fail: draw by other probabilities than those reported."""
-    draw = blocks._systematic
-    monkeypatch.setattr(blocks, "_systematic", lambda pi, u, k: draw(0.5 * pi + 0.5 * k / pi.shape[-1], u, k))
+    """The enumeration above must be able to fail: report other probabilities than those drawn by."""
+    draw = systematic.draw
+
+    def wrong(mass, count, wanted, uniform):
+        cell, place, probability = draw(mass, count, wanted, uniform)
+        return cell, place, 0.5 * probability + 0.5 * wanted / count.sum(-1, keepdim=True)
+
+    monkeypatch.setattr(systematic, "draw", wrong)
     with pytest.raises(AssertionError):
-        test_the_partition_estimate_is_unbiased("example", 3, "softmax", "native")
+        test_the_partition_estimate_is_unbiased("example", 3, "softmax", 1, "native")
 
 
-@given(n=st.integers(1, 200), wanted=st.integers(1, 40), rows=st.integers(1, 4), seed=st.integers(0, 999))
+@given(cells=st.integers(1, 99), wanted=st.integers(1, 40), rows=st.integers(1, 4), seed=st.integers(0, 999))
 @settings(deadline=None, derandomize=True)
-def test_inclusion_probabilities(n, wanted, rows, seed):
-    wanted = min(wanted, n)
+def test_inclusion_probabilities(cells, wanted, rows, seed):
     generator = torch.Generator().manual_seed(seed)
-    mass = (3 * torch.randn(rows, n, generator=generator, dtype=torch.float64)).softmax(-1)
-    inclusion = blocks._inclusion(mass, wanted)
-    assert ((inclusion > 0) & (inclusion <= 1)).all()
-    torch.testing.assert_close(inclusion.sum(-1), torch.full((rows,), float(wanted), dtype=torch.float64))
+    mass = (3 * torch.randn(rows, cells, generator=generator, dtype=torch.float64)).softmax(-1)
+    count = torch.randint(0, 5, (rows, cells), generator=generator)
+    count[:, 0] += 1
+    wanted = min(wanted, int(count.sum(-1).min()))
+    inclusion = systematic.inclusion(mass, count, wanted)
+    real = count > 0
+    assert ((inclusion > 0) & (inclusion <= 1))[real].all()
+    expected = torch.full((rows,), float(wanted), dtype=torch.float64)
+    torch.testing.assert_close((inclusion * count).sum(-1), expected)
     # Proportional to the mass where not certain, and nothing certain that has less mass than something that is not.
-    ratio = torch.where(inclusion < 1, inclusion / mass, torch.nan)
+    ratio = torch.where((inclusion < 1) & real, inclusion / mass, torch.nan)
     for row in range(rows):
         inner = ratio[row][~ratio[row].isnan()]
         if len(inner):
             torch.testing.assert_close(inner, inner[:1].expand_as(inner))
-            assert (mass[row][inclusion[row] == 1] * inner[0] >= 1 - 1e-9).all()
+            assert (mass[row][(inclusion[row] == 1) & real[row]] * inner[0] >= 1 - 1e-9).all()
     for number in (0.0, 0.5, 1 - 2**-53):
-        drawn = blocks._systematic(inclusion, torch.full((rows,), number, dtype=torch.float64), wanted)
-        assert all(len(set(row.tolist())) == wanted for row in drawn)
+        uniform = torch.full((rows,), number, dtype=torch.float64)
+        cell, place, probability = systematic.draw(mass, count, wanted, uniform)
+        assert ((place >= 0) & (place < count.gather(1, cell))).all()
+        assert torch.equal(probability, inclusion.gather(1, cell))
+        for row in zip(cell.tolist(), place.tolist(), strict=True):
+            assert len(set(zip(*row, strict=True))) == wanted
 
 
-def test_draws_follow_log_prob(backend):
+def test_items_of_a_cell_are_drawn_alike():
+    """By enumeration of the uniform number: every item comes as often as its cell's probability says."""
+    mass, count = torch.tensor([[0.05, 0.3, 0.1, 0.01]]), torch.tensor([[4, 1, 0, 7]])
+    inclusion, grid, seen = systematic.inclusion(mass, count, 3), 10_000, torch.zeros(4, 7)
+    for point in range(grid):
+        uniform = torch.tensor([(point + 0.5) / grid], dtype=torch.float64)
+        cell, place, _ = systematic.draw(mass, count, 3, uniform)
+        seen[cell[0], place[0]] += 1 / grid
+    for cell in range(4):
+        assert (seen[cell, : count[0, cell]] - inclusion[0, cell]).abs().le(2 / grid).all()
+        assert (seen[cell, count[0, cell] :] == 0).all()
+
+
+def test_draws_follow_log_prob(groups, backend):
     """One block per example: its probability is what log_prob says of its classes."""
     n, repeats = 61, 20_000
     sampler, (query, target) = sampler_of(n=n, scope="example"), batch(1, 61, 4)
@@ -148,7 +183,7 @@ def test_masses_are_close_to_the_truth():
     sampler.update(weight)
     truth = (query @ weight.T).double().softmax(-1)
     mass = torch.zeros(20, sampler.blocks, dtype=torch.float64).scatter_add(1, sampler.block_of.expand(20, -1), truth)
-    uniform = sampler._sizes() / n
+    uniform = sampler.log_size.exp() / n
     chi_square = [float((mass**2 / q).sum(-1).mean() - 1) for q in (sampler._mass(query), uniform)]
     assert chi_square[0] < 0.1 < 10 * chi_square[0] < chi_square[1]
     scattered = Blocks(n, d, rank=0)
@@ -304,11 +339,43 @@ def test_native_summaries_equal_the_reference(rank, bias):
         torch.testing.assert_close(forms[0], forms[1], rtol=1e-2, atol=2e-3)
 
 
+def test_groups_have_the_moments_of_their_classes(groups):
+    weight = weights(64, 5)
+    sampler = Blocks(64, 5, 8, rank=1)
+    sampler.update(weight)
+    assert sampler.groups == groups
+    weight[3] += 1
+    sampler.update(weight, torch.tensor([3]))
+    for group in range(groups):
+        members = weight[sampler.block_of // sampler.group == group]
+        torch.testing.assert_close(sampler.group_mean[group], members.mean(0), rtol=1e-4, atol=1e-5)
+        variance = members.var(0, unbiased=False).mean()
+        torch.testing.assert_close(sampler.group_spread[group], variance, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("prediction", ["softmax", "absolute"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_native_masses_equal_the_reference(rank, prediction, monkeypatch):
+    monkeypatch.setattr(blocks, "MIN_GROUP", 4)
+    sampler, query = sampler_of(n=1021, d=7, rank=rank, prediction=prediction), batch(5, 1021, 7)[0]
+    best = torch.randint(sampler.groups, (5, 3), generator=torch.Generator().manual_seed(0))
+    native = sampler._look_into(query, best)
+    mass = sampler._mass(query)
+    monkeypatch.setattr(ops, "_NATIVE", False)
+    torch.testing.assert_close(native, sampler._look_into(query, best), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(mass, sampler._mass(query), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(mass.sum(-1), torch.ones(5))
+
+
 def test_opcheck():
     sampler = Blocks(50, 4, 8)
+    masses = (torch.randn(3, 4), torch.zeros(3, 1, dtype=torch.long), *sampler._summaries(), 4, False)
+    torch.library.opcheck(torch.ops.manyclass.block_masses.default, masses)
+    with pytest.raises(RuntimeError, match=r"groups must be in \[0, 1\)"):
+        torch.ops.manyclass.block_masses(masses[0], masses[1] + 1, *masses[2:5], 8, False)
     arguments = (sampler.mean, sampler.directions, sampler.spread, weights(50, 4), torch.empty(0), sampler.order)
     torch.library.opcheck(torch.ops.manyclass.summarise_.default, (*arguments, torch.tensor([0, 3]), 2))
-    with pytest.raises(RuntimeError, match="order or blocks out of range"):
+    with pytest.raises(RuntimeError, match="blocks out of range"):
         torch.ops.manyclass.summarise_(*arguments, torch.tensor([8]), 2)
     torch.library.opcheck(torch.ops.manyclass.bisect.default, (weights(50, 4), 3))
     with pytest.raises(RuntimeError, match="levels must leave a class for each block"):

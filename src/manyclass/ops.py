@@ -74,6 +74,10 @@ if _NATIVE:
     def _(weight, levels):
         return torch.empty(len(weight), dtype=torch.long)
 
+    @torch.library.register_fake("manyclass::block_masses")
+    def _(query, groups, mean, directions, spread, group, absolute):
+        return query.new_empty(*groups.shape, group)
+
     @torch.library.register_fake("manyclass::sampled_loss")
     def _(query, weight, bias, classes, log_count, absolute):
         return query.new_empty(len(query)), query.new_empty(classes.shape), torch.empty_like(query)

@@ -41,6 +41,10 @@ class Sampler(nn.Module):
     needs_context = False
     #: Uniform numbers that one draw consumes.
     uniforms_per_draw = 1
+    #: Classes that are drawn together and stand side by side in a `Draw`.
+    unit = 1
+    #: Whether a sample never holds the same unit twice: its expected count is then a probability.
+    distinct = False
 
     num_classes: int
     #: Size of the query; None if any will do.

@@ -1,6 +1,5 @@
 """Cumulant block sampling: blocks of classes that lie close together, drawn whole by an estimate of their mass."""
 
-import itertools
 import math
 from typing import Any
 
@@ -9,13 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import checks, functional, ops
+from . import systematic
 from .base import Draw, Incremental
+from .partition import bisect
 
 SCOPES = ("example", "batch")
-# A pool is designed from at most so many examples, and so many masses: any design is valid, and more than a few
-# examples only lower the variance a little.
-DESIGN_EXAMPLES = 32
-DESIGN_MASSES = 1 << 20
+# Groups of blocks that an example looks into; of the others it knows only the group's mass.
+LOOK_INTO = 8
+MIN_GROUP = 16
 # Share of the classes' uniform distribution in the masses: it bounds the importance weights.
 DEFENSIVE = 0.02
 # Updates after which classes are first dealt into new blocks; then after twice as many, and so on: embeddings move
@@ -27,9 +27,10 @@ class Blocks(Incremental):
     """Draws whole blocks of classes, without replacement, by the mass that a block's first two cumulants predict.
 
     A block C of classes with mean μ, scaled principal directions f_1 … f_r and isotropic rest σ² has about the mass
-    ``ln|C| + ⟨μ, h⟩ + ½(Σ⟨f_r, h⟩² + σ²‖h‖²)``. Blocks enter the sample with probability π(C) = min(1, c·mass(C)), by
-    systematic sampling; all classes of a drawn block are negatives with ``log_count = ln π(C)``. The summaries may be
-    stale or rough: π is what was drawn from.
+    ``ln|C| + ⟨μ, h⟩ + ½(Σ⟨f_r, h⟩² + σ²‖h‖²)``. Neighbouring blocks form groups with a mean and an isotropic spread: an
+    example estimates all groups, looks into the blocks of the best few, and takes the blocks of each other group as
+    equal. Blocks enter the sample with probability π(C) = min(1, c·mass(C)), by systematic sampling; all classes of a
+    drawn block are negatives with ``log_count = ln π(C)``. Estimates may be stale or rough: π is what was drawn from.
 
     Args:
         num_classes: n.
@@ -41,23 +42,29 @@ class Blocks(Incremental):
         prediction: whether blocks follow exp(o) or exp(|o|).
         bias: whether class weights come with offsets, as a further column.
 
-    ``num_samples`` is the number of negatives, blocks times ``block_size``, per pool or per example. A draw costs
-    O(n·r·d / block_size) per example that is designed for; memory is (1 + r)/block_size of the class weights.
+    ``num_samples`` is the number of negatives, blocks times ``block_size``, per pool or per example. With s blocks, a
+    draw costs O(d·(1 + r)·√s) per example, and O(s) once per pool; memory is (1 + r)/block_size of the class weights.
     """
+
+    distinct = True
 
     order: Tensor
     block_of: Tensor
     mean: Tensor
     directions: Tensor
     spread: Tensor
+    power: Tensor
+    group_mean: Tensor
+    group_spread: Tensor
     updates: Tensor
+    log_size: Tensor
 
     def __init__(
         self,
         num_classes: int,
         in_features: int,
-        block_size: int = 32,
-        rank: int = 4,
+        block_size: int = 16,
+        rank: int = 2,
         scope: str = "batch",
         *,
         prediction: str = "softmax",
@@ -72,13 +79,26 @@ class Blocks(Incremental):
         self.levels = min(max(0, round(math.log2(num_classes / block_size))), int(math.log2(num_classes)))
         self.blocks = 1 << self.levels
         self.block_size = math.ceil(num_classes / self.blocks)
+        # An example scores `groups` groups and `LOOK_INTO · group` blocks: least when both are alike.
+        self.group = min(self.blocks, max(MIN_GROUP, 1 << round(math.log2(max(1, self.blocks / LOOK_INTO)) / 2)))
+        self.groups = self.blocks // self.group
         self.register_buffer("order", torch.arange(num_classes))
         self.register_buffer("block_of", torch.zeros(num_classes, dtype=torch.long))
         self.register_buffer("mean", torch.zeros(self.blocks, self.columns))
         self.register_buffer("directions", torch.zeros(self.blocks, self.rank, self.columns))
         self.register_buffer("spread", torch.zeros(self.blocks))
+        self.register_buffer("power", torch.zeros(self.blocks))  # mean square of the entries of a block's rows
+        self.register_buffer("group_mean", torch.zeros(self.groups, self.columns))
+        self.register_buffer("group_spread", torch.zeros(self.groups))
         self.register_buffer("updates", torch.zeros((), dtype=torch.long))
+        sizes = self._border(torch.arange(self.blocks + 1)).diff()
+        self.register_buffer("log_size", sizes.to(self.mean.dtype).log(), persistent=False)
         self._deal(self.order)
+
+    @property
+    def unit(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """A block's classes are drawn together."""
+        return self.block_size
 
     def update(self, weight: Tensor, rows: Tensor | None = None, *, bias: Tensor | None = None) -> None:
         """Follow the class weights: the summaries of the blocks of ``rows``, or of all; now and then, new blocks."""
@@ -94,6 +114,7 @@ class Blocks(Incremental):
             blocks = self.block_of[checks.indices("rows", rows, self.num_classes)].unique()
             iterations = 1
         self._summarise(weight.detach(), bias, blocks, iterations)
+        self._summarise_groups(blocks)
 
     def _deal(self, order: Tensor) -> None:
         """Put classes into blocks: those at consecutive positions of ``order``."""
@@ -135,6 +156,16 @@ class Blocks(Incremental):
             variance = variance - covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
         self.spread[blocks] = variance.clamp(min=0) / self.columns
 
+    def _summarise_groups(self, blocks: Tensor) -> None:
+        """Mean and isotropic spread of the groups of ``blocks``, from the summaries of their blocks."""
+        square = self.mean[blocks].square().sum(dim=-1) + self.directions[blocks].square().sum(dim=(-2, -1))
+        self.power[blocks] = square / self.columns + self.spread[blocks]
+        groups = (blocks // self.group).unique()
+        members = groups.unsqueeze(-1) * self.group + torch.arange(self.group, device=blocks.device)
+        self.group_mean[groups] = mean = F.embedding_bag(members, self.mean, mode="mean")
+        power = self.power[members].mean(dim=-1)
+        self.group_spread[groups] = (power - mean.square().sum(dim=-1) / self.columns).clamp(min=0)
+
     def draw(
         self,
         query: Tensor,
@@ -164,45 +195,105 @@ class Blocks(Incremental):
     ) -> tuple[Tensor, Tensor]:
         """The classes of ``wanted`` blocks and ln π of their blocks, both ``(batch, wanted · block_size)``."""
         if self.scope == "batch":
-            # Examples at even distances stand for the batch.
-            examples = max(1, min(DESIGN_EXAMPLES, DESIGN_MASSES // self.blocks))
-            design = query[:: max(1, math.ceil(len(query) / examples))]
-            mass = self._mass(design).square().mean(dim=0).sqrt() if len(design) else self._sizes() / self.num_classes
-            pool = self._take(_inclusion((mass / mass.sum()).unsqueeze(0), wanted), uniform, wanted)
-            classes, log_count = (part.expand(len(query), -1) for part in pool)
+            mass = self._pooled_mass(query).unsqueeze(0)
+            blocks, _, probability = systematic.draw(mass, torch.ones_like(mass, dtype=torch.long), wanted, uniform)
         else:
-            chunks = self._chunks(self.blocks * (1 + self.rank), query, uniform, None)
-            taken = [self._take(_inclusion(self._mass(part), wanted), numbers, wanted) for part, numbers, _ in chunks]
-            classes, log_count = (torch.cat(parts) for parts in zip(*taken, strict=True))
+            drawn = [
+                self._draw_each(part, wanted, numbers)
+                for part, numbers, _ in self._chunks(self._scores(), query, uniform, None)
+            ]
+            blocks, probability = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+        classes, inside = self._members(blocks)
+        log_count = torch.where(inside, probability.log().unsqueeze(-1), math.inf)
+        classes, log_count = (part.flatten(1).expand(len(query), -1) for part in (classes, log_count))
         if exclude is not None:
             log_count = log_count.masked_fill(classes == exclude.unsqueeze(-1), math.inf)
         return classes, log_count
 
-    def _take(self, inclusion: Tensor, uniform: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
-        """Draw blocks by ``inclusion (rows, blocks)``: their classes and ln π, both ``(rows, wanted · block_size)``."""
-        blocks = _systematic(inclusion, uniform, wanted)
-        classes, inside = self._members(blocks)
-        log_count = torch.where(inside, inclusion.gather(-1, blocks).log().unsqueeze(-1), math.inf)
-        return classes.flatten(1), log_count.flatten(1)
+    def _draw_each(self, query: Tensor, wanted: int, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """Blocks of each example, and their probabilities, both ``(batch, wanted)``."""
+        outside, best, inside = self._shares(query)
+        # Cells: groups, of which those that were looked into are empty, then the blocks of these.
+        count = torch.full_like(outside, self.group, dtype=torch.long).scatter(1, best, 0)
+        count = torch.cat([count, torch.ones_like(inside.flatten(1), dtype=torch.long)], dim=1)
+        mass = self._defended(torch.cat([outside, inside.flatten(1)], dim=1))
+        cell, place, probability = systematic.draw(mass, count, wanted, uniform)
+        seen = (cell - self.groups).clamp(min=0)
+        looked_into = best.gather(1, seen // self.group) * self.group + seen % self.group
+        return torch.where(cell < self.groups, cell * self.group + place, looked_into), probability
+
+    def _pooled_mass(self, query: Tensor) -> Tensor:
+        """Root mean square of the examples' shares of each block, normalised, shape ``(blocks,)``."""
+        square = self.mean.new_zeros(self.groups, self.group)
+        for part in query.split(max(1, functional.MAX_LOGITS // self._scores())):
+            outside, best, inside = self._shares(part)
+            square += outside.square_().sum(dim=0).unsqueeze(-1)
+            square.index_add_(0, best.flatten(), inside.square_().flatten(0, 1))
+        # In float64: the square of a small share is too small for float32.
+        mass = square.double().flatten().sqrt() if len(query) else self.log_size.double().exp()
+        return self._defended(mass / mass.sum())
 
     def _log_prob(self, query, ids, exclude, context):
         """Log of the expected count of ``ids`` when each example draws one block for itself."""
-        log_mass = self._mass(self._extended(query, self.mean)).double().log()
-        return self._excluded(ids, exclude, log_mass.gather(-1, self.block_of[ids]))
+        chunks = self._chunks(self.blocks, self._extended(query, self.mean), ids, exclude)
+        return torch.cat(
+            [
+                self._excluded(part, positive, self._mass(rows).double().log().gather(-1, self.block_of[part]))
+                for rows, part, positive in chunks
+            ]
+        )
 
     def _mass(self, query: Tensor) -> Tensor:
-        """The share of each block in the distribution, shape ``(batch, blocks)``."""
-        linear = query @ self.mean.T
-        square = query.square().sum(dim=-1, keepdim=True) * self.spread
-        for direction in self.directions.unbind(dim=1):
-            square += (query @ direction.T).square_()
-        if self.prediction == "absolute":
-            linear = torch.logaddexp(linear, -linear)
-        sizes = self._sizes()
-        share = (linear + square / 2 + sizes.log()).softmax(dim=-1)
-        if not bool(torch.isfinite(share.sum())):
+        """The share of each block in an example's distribution, shape ``(batch, blocks)``."""
+        outside, best, inside = self._shares(query)
+        share = outside.unsqueeze(-1).repeat(1, 1, self.group)
+        return self._defended(share.scatter(1, best.unsqueeze(-1).expand_as(inside), inside).flatten(1))
+
+    def _shares(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Shares of blocks in each example's distribution.
+
+        Returns the share of any one block of each group ``(batch, groups)``, 0 for the groups that the example looks
+        into; these groups ``(batch, looked into)``; the shares of their blocks ``(batch, looked into, group)``.
+        """
+        norm = query.square().sum(dim=-1, keepdim=True)
+        outside = self._log_mass(query @ self.group_mean.T, norm * self.group_spread)
+        outside += math.log(self.num_classes / self.groups)
+        best = outside.topk(min(LOOK_INTO, self.groups), dim=-1, sorted=False).indices
+        inside = self._look_into(query, best) + self.log_size.view(self.groups, self.group)[best]
+        outside.scatter_(1, best, -math.inf)
+        total = torch.logaddexp(outside.logsumexp(dim=-1), inside.flatten(1).logsumexp(dim=-1))
+        if not bool(torch.isfinite(total).all()):
             raise ValueError("the masses of the blocks are not finite; class weights must be finite, and smaller")
-        return share.mul_(1 - DEFENSIVE).add_(sizes, alpha=DEFENSIVE / self.num_classes)
+        outside = outside.sub_(total[:, None] + math.log(self.group)).exp_()
+        return outside, best, inside.sub_(total[:, None, None]).exp_()
+
+    def _look_into(self, query: Tensor, groups: Tensor) -> Tensor:
+        """Log-mass per class of the blocks of ``groups (batch, k)``, shape ``(batch, k, group)``."""
+        if ops.native_for(query, self.mean):
+            absolute = self.prediction == "absolute"
+            return torch.ops.manyclass.block_masses(
+                query.contiguous(), groups, self.mean, self.directions, self.spread, self.group, absolute
+            )
+        mean, directions, spread = (part.unflatten(0, (-1, self.group))[groups] for part in self._summaries())
+        square = query.square().sum(dim=-1)[:, None, None] * spread
+        square = square + torch.einsum("bkgrc,bc->bkgr", directions, query).square().sum(dim=-1)
+        return self._log_mass(torch.einsum("bkgc,bc->bkg", mean, query), square)
+
+    def _log_mass(self, linear: Tensor, square: Tensor) -> Tensor:
+        """Log-mass per class of a set of classes, from its mean logit and the variance of its logits."""
+        both = torch.logaddexp(linear, -linear) if self.prediction == "absolute" else linear
+        return both + square / 2
+
+    def _defended(self, share: Tensor) -> Tensor:
+        return share.mul_(1 - DEFENSIVE).add_(DEFENSIVE / self.blocks)
+
+    def _summaries(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.mean, self.directions, self.spread
+
+    def _scores(self) -> int:
+        """Numbers that the estimate of one example's masses holds at a time."""
+        gathered = 1 if ops.native_for(self.mean) else (1 + self.rank) * self.columns
+        return self.groups + min(LOOK_INTO, self.groups) * self.group * gathered
 
     def _members(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """The classes of blocks, one more dimension of ``block_size``, and which of them exist."""
@@ -214,38 +305,14 @@ class Blocks(Incremental):
         """The first position of a block in ``order``."""
         return block * self.num_classes // self.blocks
 
-    def _sizes(self) -> Tensor:
-        return self._border(torch.arange(self.blocks + 1, device=self.mean.device)).diff().to(self.mean.dtype)
-
     def extra_repr(self) -> str:
         """Show the blocks and what they cost."""
-        held = sum(buffer.numel() for buffer in (self.mean, self.directions, self.spread))
+        held = sum(buffer.numel() for buffer in self._summaries())
         return (
             f"num_classes={self.num_classes}, in_features={self.in_features}, blocks={self.blocks}, "
             f"block_size={self.block_size}, rank={self.rank}, scope={self.scope!r}, prediction={self.prediction!r}, "
             f"summaries={held / (self.num_classes * self.in_features):.2f} × the class weights"
         )
-
-
-def bisect(weight: Tensor, levels: int) -> Tensor:
-    """Order classes so that ``2^levels`` equal runs of them are blocks of neighbours, shape ``(num_classes,)``.
-
-    Each run is halved at the median along its principal direction, ``levels`` times. O(n·d·levels).
-    """
-    if ops.native_for(weight):
-        return torch.ops.manyclass.bisect(weight.contiguous(), levels)
-    num_classes = len(weight)
-    order = torch.arange(num_classes, device=weight.device)
-    for level in range(levels):
-        borders = [j * num_classes // (1 << level) for j in range((1 << level) + 1)]
-        for start, stop in itertools.pairwise(borders):
-            members = weight[order[start:stop]].double()
-            centred = members - members.mean(dim=0)
-            direction = centred[centred.square().sum(dim=1).argmax()]
-            for _ in range(4):
-                direction = F.normalize(centred.T @ (centred @ direction), dim=0)
-            order[start:stop] = order[start:stop][(centred @ direction).argsort(stable=True)]
-    return order
 
 
 def _rows(weight: Tensor, bias: Tensor | None, rows: Any) -> Tensor:
@@ -262,28 +329,3 @@ def _orthonormal(basis: Tensor) -> Tensor:
                 column = column - (column * other).sum(dim=-1, keepdim=True) * other
         columns.append(F.normalize(column, dim=-1, eps=1e-20))
     return torch.stack(columns, dim=-1)
-
-
-def _inclusion(mass: Tensor, wanted: int) -> Tensor:
-    """π = min(1, c·mass) with Σπ = ``wanted``; mass ``(batch, blocks)``, positive, sums to 1."""
-    mass = mass.double()
-    certain = torch.zeros_like(mass, dtype=torch.bool)
-    while True:
-        rest = torch.where(certain, 0.0, mass)
-        left = wanted - certain.sum(dim=-1, keepdim=True)
-        inclusion = torch.where(certain, 1.0, rest * left / rest.sum(dim=-1, keepdim=True).clamp(min=1e-300))
-        above = inclusion > 1
-        if not bool(above.any()):
-            return inclusion
-        certain |= above
-
-
-def _systematic(inclusion: Tensor, uniform: Tensor, wanted: int) -> Tensor:
-    """Draw ``wanted`` distinct blocks with these inclusion probabilities, one uniform number per row."""
-    cumulative = inclusion.cumsum(dim=-1)
-    step = torch.arange(wanted, device=uniform.device)
-    blocks = torch.searchsorted(cumulative, uniform.unsqueeze(-1) + step, right=True)
-    # Points are a unit apart and intervals at most a unit long: only rounding can put two points into one interval, or
-    # the last one beyond the end. Then the next block takes it.
-    blocks = (blocks - step).cummax(dim=-1).values + step
-    return blocks.minimum(inclusion.shape[-1] - wanted + step)
