@@ -41,7 +41,7 @@ REFUSED = [
     (lambda: head(sampler="unigram"), ValueError, "sampler='unigram' needs counts="),
     (lambda: head(sampler="bigram"), ValueError, "sampler='bigram' needs pairs="),
     (lambda: head(sampler="unigram", counts=torch.ones(8)), ValueError, r"counts must have shape \(9,\), got \(8,\)"),
-    (lambda: head(alpha=2.0), TypeError, "sampler='uniform' has no option 'alpha'; it has none"),
+    (lambda: head(alpha=2.0), TypeError, "sampler='uniform' has no option 'alpha'; allowed are scope"),
     (lambda: head(sampler="quadratic", beta=1), TypeError, "no option 'beta'; allowed are alpha"),
     (lambda: head(sampler=samplers.Uniform(9), alpha=2.0), TypeError, "unknown arguments alpha"),
     (lambda: head(label_smoothing=0.1), TypeError, "does not take label_smoothing: smoothed targets need"),

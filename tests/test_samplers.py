@@ -8,7 +8,7 @@ from contract import CHECKS, SIGNIFICANCE, Case, goodness_of_fit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyclass import kernels, ops, samplers
+from manyclass import SampledSoftmax, kernels, ops, samplers
 from manyclass.alias import AliasTable
 
 
@@ -107,7 +107,7 @@ class DrawsPositives(samplers.Unigram):
 
 class DoesNotRenormalise(samplers.Unigram):
     def _log_prob(self, query, ids, exclude, context):
-        return self._excluded(ids, exclude, super()._log_prob(query, ids, None, context))
+        return super()._log_prob(query, ids, None, context)
 
 
 class ForgetsTheCount(samplers.Unigram):
@@ -180,6 +180,48 @@ def test_contract_catches(kind, check):
     (function,) = [c for c in CHECKS if c.__name__ == check]
     with pytest.raises(AssertionError):
         function(wrong(kind))
+
+
+# --- one pool for the batch -----------------------------------------------------------------------------------------
+
+POOLS = {
+    "uniform": lambda: samplers.Uniform(9, scope="batch"),
+    "log_uniform": lambda: samplers.LogUniform(9, scope="batch"),
+    "unigram": lambda: samplers.Unigram(COUNTS, 0.5, scope="batch"),
+}
+
+
+@pytest.mark.parametrize("make", POOLS.values(), ids=POOLS.keys())
+def test_a_pool_is_drawn_by_the_distribution_and_its_partition_estimate_is_unbiased(make):
+    sampler, m = make(), 200_000
+    query, target = torch.zeros(3, 2), torch.tensor([3, 7, 0])
+    generator = torch.Generator().manual_seed(0)
+    draw = sampler.draw(query, m, exclude=target, generator=generator)
+    assert draw.shared
+    q = sampler.log_prob(query, torch.arange(9).expand(3, -1)).exp()[0]
+    torch.testing.assert_close(q.sum(), torch.ones((), dtype=torch.float64))
+    assert goodness_of_fit(torch.bincount(draw.ids[0], minlength=9), q * m) > SIGNIFICANCE
+    empty = draw.log_count == math.inf
+    assert torch.equal(empty, draw.ids == target[:, None])
+    assert empty.any(1).all()
+    expected = (q.log()[draw.ids] + math.log(m)).float()
+    torch.testing.assert_close(draw.log_count[~empty], expected[~empty])
+    # Σ exp(o − log_count) is the partition function of the classes that can be drawn, without the positive.
+    output = torch.linspace(-1, 1, 9).double()
+    estimate = (output[draw.ids] - draw.log_count).exp().sum(-1)
+    others = (q > 0) & (torch.arange(9) != target[:, None])
+    torch.testing.assert_close(estimate, (output.exp() * others).sum(-1), rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("name", ["uniform", "log_uniform"])
+def test_a_pool_in_the_layer(name):
+    torch.manual_seed(0)
+    head = SampledSoftmax(4, 50, name, 20_000, scope="batch")
+    query, target = torch.randn(8, 4), torch.randint(50, (8,))
+    loss = head(query, target)
+    loss.backward()
+    torch.testing.assert_close(loss, head.eval()(query, target), rtol=0.01, atol=0)
+    assert head.weight.grad.is_sparse
 
 
 # --- large n --------------------------------------------------------------------------------------------------------

@@ -15,10 +15,11 @@ def positive_int(name: str, value: object, minimum: int = 1) -> int:
     return value
 
 
-def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Raise unless ``value`` is one of the strings in ``allowed``."""
+def one_of(name: str, value: str, allowed: Sequence[str]) -> str:
+    """Return ``value`` if it is one of the strings in ``allowed``."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+    return value
 
 
 def floating(name: str, value: object) -> Tensor:

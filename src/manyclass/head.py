@@ -1,6 +1,7 @@
 """The output layer: sampled softmax in training, the exact softmax in evaluation."""
 
 import math
+import time
 from typing import Any, cast
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import checks, functional, fused, samplers
+from .diagnostics import Diagnostics, Estimate, estimate
 
 _REFUSED = {
     "label_smoothing": "smoothed targets need the logits of all classes",
@@ -25,6 +27,16 @@ REFRESH_ALL = 1000
 # … and this often if they are bound to: dense gradients, tied weights, other processes.
 REFRESH_UNTRACKED = 5
 
+# Units (classes, or blocks of them) that a layer with a target for the bias begins with, and has at least: fewer would
+# not tell their own spread.
+FIRST_UNITS = 64
+FEWEST_UNITS = 8
+# The bias is looked at in the first steps and then every so many; each look has this weight in the running mean.
+ADAPT_EVERY = 16
+ADAPT_WEIGHT = 0.1
+# Examples that the bias is estimated from.
+DIAGNOSED = 256
+
 
 class SampledSoftmax(nn.Module):
     """A linear layer and its cross entropy over many classes, trained on a sample of them.
@@ -38,7 +50,9 @@ class SampledSoftmax(nn.Module):
         num_classes: n, at least 2.
         sampler: a name (``"uniform"``, ``"log_uniform"``, ``"unigram"``, ``"bigram"``, ``"softmax"``,
             ``"quadratic"``, ``"quartic"``, ``"blocks"``) or a `samplers.Sampler`.
-        num_samples: negatives per example, m.
+        num_samples: negatives per example, m; or of the pool, where the batch shares one (``"blocks"``).
+        target_bias: instead of ``num_samples``: the bias of the loss in nats, such as 0.02, that the layer may have.
+            It begins with 64 draws, estimates its bias (see `diagnostics`) as it trains, and adapts ``num_samples``.
         prediction: ``"softmax"`` for p ∝ exp(o); ``"absolute"`` for p ∝ exp(|o|), which suits the symmetric kernels
             ``"quadratic"`` and ``"quartic"``.
         bias: whether logits have a learned offset per class.
@@ -65,14 +79,17 @@ class SampledSoftmax(nn.Module):
     """
 
     step: Tensor
+    adapted_samples: Tensor
+    bias_product: Tensor
 
     def __init__(
         self,
         in_features: int,
         num_classes: int,
         sampler: str | samplers.Sampler,
-        num_samples: int,
+        num_samples: int | None = None,
         *,
+        target_bias: float | None = None,
         prediction: str = "softmax",
         bias: bool = False,
         sparse: bool = True,
@@ -88,7 +105,13 @@ class SampledSoftmax(nn.Module):
             raise TypeError(f"SampledSoftmax does not take {name}: {_REFUSED[name]}")
         self.in_features = checks.positive_int("in_features", in_features)
         self.num_classes = checks.positive_int("num_classes", num_classes, 2)
-        self.num_samples = checks.positive_int("num_samples", num_samples)
+        if (num_samples is None) == (target_bias is None):
+            raise ValueError(
+                f"give either num_samples or target_bias, got num_samples={num_samples} and target_bias={target_bias}"
+            )
+        if target_bias is not None and not 0 < target_bias < math.inf:
+            raise ValueError(f"target_bias must be positive, in nats, got {target_bias}")
+        self.target_bias = target_bias
         checks.one_of("prediction", prediction, functional.PREDICTIONS)
         checks.one_of("reduction", reduction, functional.REDUCTIONS)
         self.prediction = prediction
@@ -131,6 +154,16 @@ class SampledSoftmax(nn.Module):
         # Training steps so far, and rows whose statistics wait for a refresh; None: all of them.
         self.register_buffer("step", torch.zeros((), dtype=torch.long))
         self._touched: list[Tensor] | None = None
+        if num_samples is None:
+            self.num_samples = min(num_classes, FIRST_UNITS * self.sampler.unit)
+            self.register_buffer("adapted_samples", torch.tensor(self.num_samples))
+            self.register_buffer("bias_product", torch.zeros((), dtype=torch.float64))
+        else:
+            self.num_samples = checks.positive_int("num_samples", num_samples)
+        # For `diagnostics`: the last draw, when the last step began, and the time that it sampled.
+        self._last: tuple[Tensor, Tensor, samplers.Draw] | None = None
+        self._began = self._share = math.nan
+        self._sampling = 0.0
 
     @property
     def weight(self) -> nn.Parameter:
@@ -211,8 +244,13 @@ class SampledSoftmax(nn.Module):
     ) -> Tensor:
         """Sampled softmax loss of each example: query ``(batch, in_features)``, target ``(batch,)`` → ``(batch,)``."""
         with torch.no_grad():
+            self._time_step()
             self._refresh_sampler()
             draw = self.sampler.draw(query, self.num_samples, exclude=target, context=context, generator=generator)
+            self._sampling = time.perf_counter() - self._began
+            self._last = (query.detach(), target, draw)
+            if self.target_bias is not None and len(query):
+                self._adapt(self.target_bias)
             negatives = draw.ids[0] if draw.shared else draw.ids
             if self._touched is not None:
                 self._touched += [target, negatives.flatten()]
@@ -223,10 +261,10 @@ class SampledSoftmax(nn.Module):
 
     def _refresh_sampler(self) -> None:
         """Let an adaptive sampler follow the weights: the rows that the last steps touched, or all of them."""
-        if not self.sampler.adaptive:
-            return
         step = int(self.step)
         self.step += 1
+        if not self.sampler.adaptive:
+            return
         if not self.sampler.incremental or self._touched is None or step % REFRESH_ALL == 0:
             self.sampler.update(self.weight, bias=self.bias)
         elif self._tracked():
@@ -234,6 +272,67 @@ class SampledSoftmax(nn.Module):
         elif step % REFRESH_UNTRACKED == 0:
             self.sampler.update(self.weight, bias=self.bias)
         self._touched = []
+
+    @torch.no_grad()
+    def diagnostics(self) -> Diagnostics:
+        """What the last training step paid for sampling, estimated from its own draw; see `Diagnostics`.
+
+        The estimate takes at most 256 examples of the batch and the present class weights. Its cost is that of their
+        logits; nothing is computed before it is asked for.
+        """
+        if self._last is None or not len(self._last[0]):
+            raise ValueError("diagnostics need a training step with at least one target before them")
+        found = self._estimate()
+        untracked = self.sampler.adaptive and self.sampler.incremental and not self._tracked()
+        return Diagnostics(
+            num_samples=self._last[2].ids.shape[-1],
+            effective_samples=float(found.effective_samples.mean()),
+            chi_square=float(found.chi_square.mean()),
+            bias=float(found.bias.mean()),
+            stale_steps=(int(self.step) - 1) % REFRESH_UNTRACKED if untracked else 0,
+            sampling_share=self._share,
+        )
+
+    def _estimate(self) -> Estimate:
+        """Quality of the last draw, for examples at even distances in the batch."""
+        assert self._last is not None
+        query, target, draw = self._last
+        every = math.ceil(len(query) / DIAGNOSED)
+        query, target, ids, log_count = (part[::every] for part in (query, target, *draw))
+        weight, bias = self.weight, self.bias
+        positive = (query * weight[target].to(query.dtype)).sum(dim=-1)
+        if draw.shared:
+            negative = query @ weight[ids[0]].to(query.dtype).T
+        else:
+            parts = zip(query, ids, strict=True)
+            negative = torch.stack([weight[own].to(query.dtype) @ example for example, own in parts])
+        if bias is not None:
+            positive, negative = positive + bias[target], negative + bias[ids]
+        positive, negative = (functional.output(part, self.prediction) for part in (positive, negative))
+        return estimate(positive, negative, log_count, self.sampler.unit, self.sampler.distinct)
+
+    def _adapt(self, target_bias: float) -> None:
+        """Draw more or fewer from the next step on, as the bias of this one asks for."""
+        step = int(self.step)
+        if step < ADAPT_EVERY or step % ADAPT_EVERY == 0:
+            assert self._last is not None
+            lowest = min(self.num_classes, FEWEST_UNITS * self.sampler.unit)
+            highest = max(lowest, min(self.num_classes, functional.MAX_LOGITS // len(self._last[0])))
+            # The bias falls about as 1/num_samples: their product is what is averaged. The mean of the estimates is
+            # right, single ones are not: a sample that misses much does not know it.
+            product = -float(self._estimate().bias.mean()) * self.num_samples
+            self.bias_product.lerp_(self.bias_product.new_tensor(product), max(ADAPT_WEIGHT, 1 / step))
+            wanted = float(self.bias_product) / target_bias
+            wanted = round(max(self.num_samples / 2, min(2 * self.num_samples, wanted)))
+            self.num_samples = max(lowest, min(highest, wanted))
+            self.adapted_samples.fill_(self.num_samples)
+
+    def _time_step(self) -> None:
+        """Note that a step begins, and the share of the last one that went into sampling."""
+        now = time.perf_counter()
+        share = self._sampling / (now - self._began)
+        self._share = 0.9 * self._share + 0.1 * share if math.isfinite(self._share) else share
+        self._began = now
 
     def _tracked(self) -> bool:
         """Whether only rows that this layer touched can have changed."""
@@ -253,6 +352,8 @@ class SampledSoftmax(nn.Module):
     def _load_from_state_dict(self, *args: Any) -> None:  # pyright: ignore
         self._touched = None  # unless the checkpoint knows better: the weights are new
         super()._load_from_state_dict(*args)
+        if self.target_bias is not None:
+            self.num_samples = int(self.adapted_samples)
 
     def _check_input(self, input: Tensor) -> Tensor:
         """Check the queries and bring them to the precision of the computation."""
@@ -267,6 +368,6 @@ class SampledSoftmax(nn.Module):
         """Show the sizes and what differs between layers."""
         return (
             f"in_features={self.in_features}, num_classes={self.num_classes}, num_samples={self.num_samples}, "
-            f"prediction={self.prediction!r}, bias={self.bias_embedding is not None}, sparse={self.sparse}, "
-            f"reduction={self.reduction!r}"
+            f"target_bias={self.target_bias}, prediction={self.prediction!r}, bias={self.bias_embedding is not None}, "
+            f"sparse={self.sparse}, reduction={self.reduction!r}"
         )

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from .. import checks, functional
 
+SCOPES = ("example", "batch")
+
 
 class Draw(NamedTuple):
     """Negatives drawn for a batch of examples."""
@@ -39,6 +41,8 @@ class Sampler(nn.Module):
     incremental = False
     #: Whether `draw` and `log_prob` need ``context``.
     needs_context = False
+    #: Whether each example draws for itself, ``"example"``, or the batch draws one pool for all, ``"batch"``.
+    scope = "example"
     #: Uniform numbers that one draw consumes.
     uniforms_per_draw = 1
     #: Classes that are drawn together and stand side by side in a `Draw`.
@@ -59,21 +63,29 @@ class Sampler(nn.Module):
         context: Tensor | None = None,  # shape: (*batch)
         generator: torch.Generator | None = None,
     ) -> Draw:
-        """Draw ``num_samples`` classes for each query, with replacement.
+        """Draw ``num_samples`` classes for each query, or for all queries together, with replacement.
 
         Args:
             query: the model's last hidden layer.
             num_samples: draws per example, m.
             exclude: one class per example that must not be drawn, the positive. Draws come from q restricted to the
-                other classes and renormalised.
+                other classes and renormalised. A pool comes from q itself, and the positive's slots are empty.
             context: what the next class is conditioned on, for the samplers that need it (``"bigram"``).
             generator: source of the random numbers; the same state gives the same draw.
         """
         checks.positive_int("num_samples", num_samples)
         flat, exclude, context = self._flatten(query, exclude, context)
-        shape = (flat.shape[0], num_samples, self.uniforms_per_draw)
+        pooled = self.scope == "batch"
+        shape = (1 if pooled else len(flat), num_samples, self.uniforms_per_draw)
         uniform = torch.rand(shape, dtype=torch.float64, device=query.device, generator=generator)
-        ids, log_prob = self._draw(flat, uniform, exclude, context)
+        if pooled:
+            pool = self._draw(flat.new_zeros(1, flat.shape[1]), uniform, None, None)
+            ids, log_prob = (part.expand(len(flat), -1) for part in pool)
+            if exclude is not None:
+                # Here an infinite count, not a probability of 0: the slot is empty.
+                log_prob = log_prob.masked_fill(ids == exclude.unsqueeze(-1), math.inf)
+        else:
+            ids, log_prob = self._draw(flat, uniform, exclude, context)
         log_count = (log_prob + math.log(num_samples)).to(torch.promote_types(query.dtype, torch.float32))
         shape = (*query.shape[:-1], ids.shape[-1])
         return Draw(ids.reshape(shape), log_count.reshape(shape))
@@ -94,7 +106,11 @@ class Sampler(nn.Module):
         ids = checks.indices("ids", ids, self.num_classes)
         if ids.dim() == 0 or ids.shape[:-1] != query.shape[:-1]:
             raise ValueError(f"ids must have shape {(*query.shape[:-1], 'k')}, got {tuple(ids.shape)}")
-        log_prob = self._log_prob(flat, ids.reshape(flat.shape[0], ids.shape[-1]), exclude, context)
+        flat_ids = ids.reshape(flat.shape[0], ids.shape[-1])
+        restricted = None if self.scope == "batch" else exclude
+        log_prob = self._log_prob(flat, flat_ids, restricted, context)
+        if exclude is not None:
+            log_prob = log_prob.masked_fill(flat_ids == exclude.unsqueeze(-1), -math.inf)
         return log_prob.reshape(ids.shape)
 
     def update(
@@ -123,7 +139,7 @@ class Sampler(nn.Module):
         exclude: Tensor | None,  # shape: (batch,)
         context: Tensor | None,  # shape: (batch,)
     ) -> Tensor:
-        """Log probability of ``ids``, shape ``(batch, k)``, float64."""
+        """Log probability of ``ids``, shape ``(batch, k)``, float64; that of the excluded class is not looked at."""
         raise NotImplementedError
 
     def _flatten(
@@ -152,10 +168,6 @@ class Sampler(nn.Module):
         parts = query.split(size)
         positives = [None] * len(parts) if exclude is None else exclude.split(size)
         return zip(parts, other.split(size), positives, strict=True)
-
-    def _excluded(self, ids: Tensor, exclude: Tensor | None, log_prob: Tensor) -> Tensor:
-        """Set the log probability of the excluded class to −inf."""
-        return log_prob if exclude is None else log_prob.masked_fill(ids == exclude.unsqueeze(-1), -math.inf)
 
     def extra_repr(self) -> str:
         """Show the number of classes."""

@@ -97,7 +97,7 @@ class Bigram(Sampler):
         log_prob = self._prob(context.unsqueeze(-1), ids).log()
         if exclude is not None:
             log_prob = log_prob - torch.log1p(-self._prob(context, exclude)).unsqueeze(-1)
-        return self._excluded(ids, exclude, log_prob)
+        return log_prob
 
     def _prob(self, context: Tensor, ids: Tensor) -> Tensor:
         share = self._row(context)[1]

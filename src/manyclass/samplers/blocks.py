@@ -9,10 +9,9 @@ from torch import Tensor
 
 from .. import checks, functional, ops
 from . import systematic
-from .base import Draw, Incremental
+from .base import SCOPES, Draw, Incremental
 from .partition import bisect
 
-SCOPES = ("example", "batch")
 # Groups of blocks that an example looks into; of the others it knows only the group's mass.
 LOOK_INTO = 8
 MIN_GROUP = 16
@@ -72,9 +71,8 @@ class Blocks(Incremental):
     ) -> None:
         super().__init__(num_classes, in_features, bias)
         checks.positive_int("block_size", block_size)
-        checks.one_of("scope", scope, SCOPES)
-        checks.one_of("prediction", prediction, functional.PREDICTIONS)
-        self.scope, self.prediction = scope, prediction
+        self.scope = checks.one_of("scope", scope, SCOPES)
+        self.prediction = checks.one_of("prediction", prediction, functional.PREDICTIONS)
         self.rank = min(checks.positive_int("rank", rank, 0), self.columns)
         self.levels = min(max(0, round(math.log2(num_classes / block_size))), int(math.log2(num_classes)))
         self.blocks = 1 << self.levels
@@ -235,13 +233,8 @@ class Blocks(Incremental):
 
     def _log_prob(self, query, ids, exclude, context):
         """Log of the expected count of ``ids`` when each example draws one block for itself."""
-        chunks = self._chunks(self.blocks, self._extended(query, self.mean), ids, exclude)
-        return torch.cat(
-            [
-                self._excluded(part, positive, self._mass(rows).double().log().gather(-1, self.block_of[part]))
-                for rows, part, positive in chunks
-            ]
-        )
+        chunks = self._chunks(self.blocks, self._extended(query, self.mean), self.block_of[ids], None)
+        return torch.cat([self._mass(rows).double().log().gather(-1, blocks) for rows, blocks, _ in chunks])
 
     def _mass(self, query: Tensor) -> Tensor:
         """The share of each block in an example's distribution, shape ``(batch, blocks)``."""

@@ -7,15 +7,21 @@ from torch import Tensor
 
 from .. import checks
 from ..alias import AliasTable
-from .base import Sampler
+from .base import SCOPES, Sampler
 
 
 class Uniform(Sampler):
-    """q_i = 1/n. O(1) per draw, no memory."""
+    """q_i = 1/n. O(1) per draw, no memory.
 
-    def __init__(self, num_classes: int) -> None:
+    Args:
+        num_classes: n.
+        scope: ``"example"``: each example draws for itself; ``"batch"``: all share one pool of ``num_samples``.
+    """
+
+    def __init__(self, num_classes: int, scope: str = "example") -> None:
         super().__init__()
         self.num_classes = checks.positive_int("num_classes", num_classes)
+        self.scope = checks.one_of("scope", scope, SCOPES)
 
     def _draw(self, query, uniform, exclude, context):
         size = self.num_classes - (exclude is not None)
@@ -26,18 +32,23 @@ class Uniform(Sampler):
 
     def _log_prob(self, query, ids, exclude, context):
         log_prob = torch.full(ids.shape, -math.log(self.num_classes - (exclude is not None)), dtype=torch.float64)
-        return self._excluded(ids, exclude, log_prob.to(ids.device))
+        return log_prob.to(ids.device)
 
 
 class LogUniform(Sampler):
     """q_i = ln((i + 2)/(i + 1)) / ln(n + 1): Zipf's law, for class ids sorted by falling frequency.
 
-    The distribution of TensorFlow's log-uniform candidate sampler. O(1) per draw, no memory.
+    The distribution of TensorFlow's log-uniform candidate sampler, which draws a pool. O(1) per draw, no memory.
+
+    Args:
+        num_classes: n.
+        scope: as in `Uniform`.
     """
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int, scope: str = "example") -> None:
         super().__init__()
         self.num_classes = checks.positive_int("num_classes", num_classes)
+        self.scope = checks.one_of("scope", scope, SCOPES)
 
     def _draw(self, query, uniform, exclude, context):
         # ln(i + 1) is the unnormalised mass before class i: an excluded class is an interval to jump over.
@@ -58,7 +69,7 @@ class LogUniform(Sampler):
 
     def _log_prob(self, query, ids, exclude, context):
         rest = math.log(self.num_classes + 1) - (0 if exclude is None else self._mass(exclude).unsqueeze(-1))
-        return self._excluded(ids, exclude, (self._mass(ids) / rest).log())
+        return (self._mass(ids) / rest).log()
 
     def _mass(self, ids: Tensor) -> Tensor:
         return (1 / (ids.double() + 1)).log1p()
@@ -73,12 +84,14 @@ class Unigram(Sampler):
     Args:
         counts: occurrences of each class, shape ``(num_classes,)``, integer or floating point, not negative.
         power: 1 is the frequency itself; 0.75 is what word2vec uses; 0 is uniform over classes that occur.
+        scope: as in `Uniform`.
     """
 
     uniforms_per_draw = 2
 
-    def __init__(self, counts: Tensor, power: float = 1.0) -> None:
+    def __init__(self, counts: Tensor, power: float = 1.0, scope: str = "example") -> None:
         super().__init__()
+        self.scope = checks.one_of("scope", scope, SCOPES)
         if not isinstance(counts, Tensor) or counts.is_complex() or counts.dtype == torch.bool:
             kind = getattr(counts, "dtype", type(counts).__name__)
             raise TypeError(f"counts must be a tensor of numbers, got {kind}")
@@ -118,7 +131,7 @@ class Unigram(Sampler):
         rest = self.table.cumulative[-1]
         if exclude is not None:
             rest = (rest - self.table.weight[exclude]).unsqueeze(-1)
-        return self._excluded(ids, exclude, (self.table.weight[ids] / rest).log())
+        return (self.table.weight[ids] / rest).log()
 
     def extra_repr(self) -> str:
         """Show the number of classes and the power."""

@@ -74,6 +74,7 @@ class KernelTree(Incremental):
         if leaf_size is None:
             leaf_size = 4 * math.ceil(padded / self.columns / 2)
         self.leaf_size = min(checks.positive_int("leaf_size", leaf_size), num_classes)
+        self.unit = self.leaf_size if ending == "leaf" else 1
         self.sizes = [math.ceil(num_classes / self.leaf_size)]
         while self.sizes[0] > MAX_TOP:
             self.sizes.insert(0, math.ceil(self.sizes[0] / branching))
@@ -173,7 +174,7 @@ class KernelTree(Incremental):
             if self.ending == "class":
                 slot = (chunk % self.leaf_size).unsqueeze(-1)
                 prob = prob * self._class_prob(part, leaf, positive).gather(-1, slot).squeeze(-1)
-            results.append(self._excluded(chunk, positive, prob.log()))
+            results.append(prob.log())
         return torch.cat(results)
 
     def _leaf_prob(self, query: Tensor, exclude: Tensor | None) -> Tensor:
