@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from manyclass import SampledSoftmax, demo, training
-from manyclass.bench import draws, step, tree
+from manyclass.bench import bias, draws, step, tree
 from manyclass.data import Corpus, corpus, python_corpus
 from manyclass.models import LanguageModel
 
@@ -92,17 +92,40 @@ def test_bench_tree(tmp_path, monkeypatch):
 
 
 def test_bench_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(step, "CLASSES", (500, 5000))
-    monkeypatch.setattr(step, "FEATURES", (16, 32))
+    monkeypatch.setattr(step, "CLASSES", {16: (500, 5000), 32: (500, 5000, 9000)})
+    monkeypatch.setattr(step, "LARGEST", 5000)
     console = Console(record=True, width=250)
     step.run(tmp_path, console)
-    assert "blocks" in console.export_text()
+    assert "in units of the class weights: unigram" in console.export_text()
     with (tmp_path / "step.csv").open() as file:
         rows = list(csv.DictReader(file))
     layers = {"full softmax", "adaptive softmax", "uniform", "unigram", "quadratic", "blocks"}
     assert {row["layer"] for row in rows} == layers
-    assert len(rows) == 4 * len(layers)
+    assert len(rows) == 4 * len(layers) + 4  # beyond the largest there is no tree and no adaptive softmax
+    assert all(float(row["sampler_memory"]) > 0 for row in rows if row["layer"] == "blocks")
     assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_bench_bias(tmp_path, monkeypatch):
+    monkeypatch.setattr(bias, "REPEATS", 20)
+    words = torch.randint(300, (20_000,), generator=torch.Generator().manual_seed(0)).tolist()
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"word{number}" for number in words))
+    console = Console(record=True, width=200)
+    bias.run(tmp_path, console, [text], steps=2, seed=0)
+    with (tmp_path / "bias.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len({row["sampler"] for row in rows}) == 8
+    # 300 classes, hardly trained: nobody is far off, and a pool of all classes has no bias at all.
+    assert all(-0.5 < float(row["bias"]) < 0.1 for row in rows)
+    everything = [row for row in rows if row["sampler"] == "blocks, one pool" and int(row["negatives"]) > 1000]
+    assert everything
+    assert all(abs(float(row["bias"])) < 1e-5 for row in everything)
+    assert all(float(row["chi_square"]) > -1e-6 for row in rows)
+    assert (tmp_path / "bias.png").read_bytes()[:4] == b"\x89PNG"
+    text.write_text("too short")
+    with pytest.raises(ValueError, match="the text has 2 words; at least 12800 are needed"):
+        bias.run(tmp_path, console, [text], steps=2, seed=0)
 
 
 def test_training_learns_and_repeats():

@@ -137,6 +137,13 @@ def test_the_layer_reaches_a_target_bias(sampler, target_bias):
     assert other.num_samples == head.num_samples
 
 
+def test_defaults():
+    head = SampledSoftmax(FEATURES, 4 * CLASSES)
+    assert isinstance(head.sampler, samplers.Blocks)
+    assert (head.sampler.scope, head.num_samples) == ("batch", 2048)
+    assert SampledSoftmax(FEATURES, CLASSES, "uniform").num_samples == 64
+
+
 def test_the_number_of_samples_stays_in_its_bounds():
     _, query, target = problem()
     for sampler, target_bias, expected in (("uniform", 1e-9, CLASSES), ("softmax", 0.1, 8), ("blocks", 9.0, 8 * 16)):
@@ -149,8 +156,7 @@ def test_the_number_of_samples_stays_in_its_bounds():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "give either num_samples or target_bias, got num_samples=None and target_bias=None"),
-        ({"num_samples": 5, "target_bias": 0.1}, "got num_samples=5 and target_bias=0.1"),
+        ({"num_samples": 5, "target_bias": 0.1}, "give num_samples=5 or target_bias=0.1, not both"),
         ({"target_bias": 0.0}, "target_bias must be positive, in nats, got 0.0"),
         ({"target_bias": math.nan}, "target_bias must be positive"),
     ],

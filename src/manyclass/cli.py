@@ -44,6 +44,22 @@ def demo(
 
 
 @bench.command()
+def bias(
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Text files to train on; default: the Python standard library's sources.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of the model.")] = 400,
+    out: Out = Path("out"),
+    seed: Annotated[int, typer.Option(help="Seed of the weights and the draws.")] = 0,
+    threads: Threads = None,
+) -> None:
+    """Bias of every sampler on a trained model, against what it costs. About 5 minutes."""
+    from .bench import bias
+
+    bias.run(out, _start(out, threads), text, steps, seed)
+
+
+@bench.command()
 def draws(out: Out = Path("out"), threads: Threads = None) -> None:
     """Draws from class counts: the native alias kernel against its reference and against torch."""
     from .bench import draws
@@ -53,7 +69,7 @@ def draws(out: Out = Path("out"), threads: Threads = None) -> None:
 
 @bench.command()
 def step(out: Out = Path("out"), threads: Threads = None) -> None:
-    """Whole training steps of every output layer from 10⁴ to 4·10⁶ classes. About 5 minutes."""
+    """Whole training steps of every output layer from 10⁴ to 8·10⁶ classes. About 6 minutes."""
     from .bench import step
 
     step.run(out, _start(out, threads))

@@ -45,7 +45,7 @@ def run(steps: int, out: Path, seed: int, console: Console) -> None:
     heads: dict[str, Any] = {
         FULL: lambda: FullSoftmax(FEATURES, num_classes, bias=False),
         "unigram": lambda: SampledSoftmax(FEATURES, num_classes, "unigram", 64, counts=counts, power=0.75),
-        "blocks": lambda: SampledSoftmax(FEATURES, num_classes, "blocks", 2048, block_size=16),
+        "blocks": lambda: SampledSoftmax(FEATURES, num_classes),
     }
     runs: dict[str, list[Record]] = {}
     columns = ["{task.description:<12}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]

@@ -27,6 +27,8 @@ REFRESH_ALL = 1000
 # … and this often if they are bound to: dense gradients, tied weights, other processes.
 REFRESH_UNTRACKED = 5
 
+# Negatives of each example, or of the pool of a batch, unless told otherwise.
+NUM_SAMPLES = {"example": 64, "batch": 2048}
 # Units (classes, or blocks of them) that a layer with a target for the bias begins with, and has at least: fewer would
 # not tell their own spread.
 FIRST_UNITS = 64
@@ -48,9 +50,10 @@ class SampledSoftmax(nn.Module):
     Args:
         in_features: size of the query, d.
         num_classes: n, at least 2.
-        sampler: a name (``"uniform"``, ``"log_uniform"``, ``"unigram"``, ``"bigram"``, ``"softmax"``,
-            ``"quadratic"``, ``"quartic"``, ``"blocks"``) or a `samplers.Sampler`.
-        num_samples: negatives per example, m; or of the pool, where the batch shares one (``"blocks"``).
+        sampler: a name (``"blocks"``, ``"uniform"``, ``"log_uniform"``, ``"unigram"``, ``"bigram"``, ``"softmax"``,
+            ``"quadratic"``, ``"quartic"``) or a `samplers.Sampler`.
+        num_samples: negatives per example, m, by default 64; or those of the pool, by default 2048, for samplers whose
+            scope is the batch, such as ``"blocks"``.
         target_bias: instead of ``num_samples``: the bias of the loss in nats, such as 0.02, that the layer may have.
             It begins with 64 draws, estimates its bias (see `diagnostics`) as it trains, and adapts ``num_samples``.
         prediction: ``"softmax"`` for p ∝ exp(o); ``"absolute"`` for p ∝ exp(|o|), which suits the symmetric kernels
@@ -73,7 +76,7 @@ class SampledSoftmax(nn.Module):
         - Output: scalar, or ``(*batch)`` if ``reduction="none"``
 
     Example:
-        >>> head = SampledSoftmax(64, 100_000, "log_uniform", num_samples=128)
+        >>> head = SampledSoftmax(64, 100_000)
         >>> loss = head(torch.randn(32, 64), torch.randint(100_000, (32,)))
         >>> loss.backward()
     """
@@ -86,7 +89,7 @@ class SampledSoftmax(nn.Module):
         self,
         in_features: int,
         num_classes: int,
-        sampler: str | samplers.Sampler,
+        sampler: str | samplers.Sampler = "blocks",
         num_samples: int | None = None,
         *,
         target_bias: float | None = None,
@@ -105,10 +108,8 @@ class SampledSoftmax(nn.Module):
             raise TypeError(f"SampledSoftmax does not take {name}: {_REFUSED[name]}")
         self.in_features = checks.positive_int("in_features", in_features)
         self.num_classes = checks.positive_int("num_classes", num_classes, 2)
-        if (num_samples is None) == (target_bias is None):
-            raise ValueError(
-                f"give either num_samples or target_bias, got num_samples={num_samples} and target_bias={target_bias}"
-            )
+        if num_samples is not None and target_bias is not None:
+            raise ValueError(f"give num_samples={num_samples} or target_bias={target_bias}, not both")
         if target_bias is not None and not 0 < target_bias < math.inf:
             raise ValueError(f"target_bias must be positive, in nats, got {target_bias}")
         self.target_bias = target_bias
@@ -155,11 +156,12 @@ class SampledSoftmax(nn.Module):
         self.register_buffer("step", torch.zeros((), dtype=torch.long))
         self._touched: list[Tensor] | None = None
         if num_samples is None:
+            num_samples = NUM_SAMPLES[self.sampler.scope]
+        self.num_samples = checks.positive_int("num_samples", num_samples)
+        if target_bias is not None:
             self.num_samples = min(num_classes, FIRST_UNITS * self.sampler.unit)
             self.register_buffer("adapted_samples", torch.tensor(self.num_samples))
             self.register_buffer("bias_product", torch.zeros((), dtype=torch.float64))
-        else:
-            self.num_samples = checks.positive_int("num_samples", num_samples)
         # For `diagnostics`: the last draw, when the last step began, and the time that it sampled.
         self._last: tuple[Tensor, Tensor, samplers.Draw] | None = None
         self._began = self._share = math.nan
