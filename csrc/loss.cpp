@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <numeric>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -66,11 +68,7 @@ std::tuple<Tensor, Tensor, Tensor> sampled_loss(const Tensor& query, const Tenso
         largest = std::max(largest, slope[k]);
       }
       const double positive = slope[0];
-      double total = 0;
-      for (int64_t k = 0; k < slots; ++k) {
-        slope[k] = std::exp(slope[k] - largest);
-        total += slope[k];
-      }
+      const double total = exp_sum(slope, slots, largest);
       loss_data[row] = static_cast<float>(std::log(total) + largest - positive);
       for (int64_t k = 0; k < slots; ++k) slope[k] = signs[k] * static_cast<float>(slope[k] / total - (k == 0));
       // The rows were just read for the logits: they are still in the nearest cache.
@@ -78,6 +76,62 @@ std::tuple<Tensor, Tensor, Tensor> sampled_loss(const Tensor& query, const Tenso
     }
   });
   return {losses, slopes, query_slopes};
+}
+
+// The same for a pool of negatives that all examples share. logits: (batch, negatives), replaced by the derivatives
+// positive: (batch,), logits of the positives   log_count, pool: (negatives,)   target: (batch,)
+// -> losses (batch,) and their derivatives by the logit of the positive (batch,)
+std::tuple<Tensor, Tensor> pooled_loss_(const Tensor& logits, const Tensor& positive, const Tensor& log_count,
+                                        const Tensor& pool, const Tensor& target, bool absolute) {
+  const char* op = "pooled_loss_";
+  check(logits, ScalarType::Float, 2, op, "logits");
+  check(positive, ScalarType::Float, 1, op, "positive");
+  check(log_count, ScalarType::Float, 1, op, "log_count");
+  check(pool, ScalarType::Long, 1, op, "pool");
+  check(target, ScalarType::Long, 1, op, "target");
+  const int64_t batch = logits.size(0), negatives = logits.size(1);
+  STD_TORCH_CHECK(positive.numel() == batch && target.numel() == batch, op, ": positive and target must be (batch,)");
+  STD_TORCH_CHECK(log_count.numel() == negatives && pool.numel() == negatives, op,
+                  ": log_count and pool must be (negatives,)");
+  Tensor losses = torch::stable::new_empty(positive, {batch});
+  Tensor positive_slopes = torch::stable::new_empty(positive, {batch});
+  const auto* positive_data = positive.const_data_ptr<float>();
+  const auto* count_data = log_count.const_data_ptr<float>();
+  const auto* pool_data = pool.const_data_ptr<int64_t>();
+  const auto* target_data = target.const_data_ptr<int64_t>();
+  auto* slope_data = logits.mutable_data_ptr<float>();
+  auto* loss_data = losses.mutable_data_ptr<float>();
+  auto* positive_slope_data = positive_slopes.mutable_data_ptr<float>();
+
+  // Where each class stands in the pool, so that positives in it are found fast.
+  std::vector<std::pair<int64_t, int64_t>> places(negatives);
+  for (int64_t k = 0; k < negatives; ++k) places[k] = {pool_data[k], k};
+  std::sort(places.begin(), places.end());
+  const auto sign = [](float x) { return static_cast<float>((x > 0) - (x < 0)); };
+  torch::stable::parallel_for(0, batch, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> signs(absolute ? negatives : 0);
+    for (int64_t row = begin; row < end; ++row) {
+      float* slope = slope_data + row * negatives;
+      if (absolute) {
+        std::transform(slope, slope + negatives, signs.begin(), sign);
+        for (int64_t k = 0; k < negatives; ++k) slope[k] = std::fabs(slope[k]);
+      }
+      const float own = absolute ? std::fabs(positive_data[row]) : positive_data[row];
+      const auto hits = std::equal_range(places.begin(), places.end(), std::make_pair(target_data[row], int64_t{0}),
+                                         [](const auto& a, const auto& b) { return a.first < b.first; });
+      for (auto hit = hits.first; hit != hits.second; ++hit) slope[hit->second] = -INFINITY;
+      const float largest = subtract_max(slope, count_data, negatives, own);
+      const double rest = exp_sum(slope, negatives, largest), first = std::exp(static_cast<double>(own) - largest);
+      const double total = rest + first;
+      loss_data[row] = static_cast<float>(std::log(total) + largest - own);
+      // −rest/total and not first/total − 1: it keeps its precision where the positive takes nearly all.
+      positive_slope_data[row] = static_cast<float>(-rest / total) * (absolute ? sign(positive_data[row]) : 1.0f);
+      const auto scale = static_cast<float>(1 / total);
+      for (int64_t k = 0; k < negatives; ++k) slope[k] *= scale;
+      if (absolute) std::transform(slope, slope + negatives, signs.begin(), slope, std::multiplies<>());
+    }
+  });
+  return {losses, positive_slopes};
 }
 
 // Sorts keys and carries their positions along: least significant digit first, so equal keys keep their order.
@@ -157,10 +211,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(manyclass, library) {
       "sampled_loss(Tensor query, Tensor weight, Tensor bias, Tensor classes, Tensor log_count, bool absolute) -> "
       "(Tensor, Tensor, Tensor)");
   library.def(
+      "pooled_loss_(Tensor(a!) logits, Tensor positive, Tensor log_count, Tensor pool, Tensor target, bool absolute) -> "
+      "(Tensor, Tensor)");
+  library.def(
       "sampled_loss_rows(Tensor query, Tensor classes, Tensor slopes, int num_classes) -> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(manyclass, CPU, library) {
   library.impl("sampled_loss", TORCH_BOX(&sampled_loss));
+  library.impl("pooled_loss_", TORCH_BOX(&pooled_loss_));
   library.impl("sampled_loss_rows", TORCH_BOX(&sampled_loss_rows));
 }

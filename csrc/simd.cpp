@@ -118,4 +118,39 @@ MANYCLASS_SIMD void sum_outer_products(const float* rows, int64_t count, int64_t
   }
 }
 
+MANYCLASS_SIMD float subtract_max(float* values, const float* offsets, int64_t count, float floor) {
+  float largest = floor;
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = 0; i < count; ++i) {
+    values[i] -= offsets[i];
+    largest = values[i] > largest ? values[i] : largest;
+  }
+  return largest;
+}
+
+MANYCLASS_SIMD float exp_sum(float* values, int64_t count, float shift) {
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < count; ++i) {
+    const float shifted = values[i] - shift, x = shifted < -88.0f ? -88.0f : shifted;
+    // exp(x) = 2^k · exp(r) with |r| ≤ ln(2)/2, where eight terms of the series are exact to rounding; k = −127 gives 0.
+    const auto k = static_cast<int32_t>(x * 1.44269504f - 0.5f);
+    const float r = (x - static_cast<float>(k) * 0.693359375f) + static_cast<float>(k) * 2.12194440e-4f;
+    float series = 1.0f / 5040;
+    series = series * r + 1.0f / 720;
+    series = series * r + 1.0f / 120;
+    series = series * r + 1.0f / 24;
+    series = series * r + 1.0f / 6;
+    series = series * r + 0.5f;
+    series = series * r + 1.0f;
+    series = series * r + 1.0f;
+    const int32_t bits = (k + 127) << 23;
+    float power;
+    __builtin_memcpy(&power, &bits, sizeof power);
+    values[i] = series * power;
+    sum += values[i];
+  }
+  return sum;
+}
+
 }  // namespace manyclass

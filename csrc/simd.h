@@ -34,4 +34,10 @@ void sum_rows(const float* rows, int64_t count, int64_t size, float* out);
 // `scratch`, aligned to 64 bytes, holds count × size numbers with size rounded up to a multiple of 32.
 void sum_outer_products(const float* rows, int64_t count, int64_t size, float* scratch, float* out);
 
+// values[i] −= offsets[i]; returns the largest of them and of `floor`.
+float subtract_max(float* values, const float* offsets, int64_t count, float floor);
+
+// values[i] = exp(values[i] − shift) for values that are at most `shift`, −∞ among them; returns their sum.
+float exp_sum(float* values, int64_t count, float shift);
+
 }  // namespace manyclass

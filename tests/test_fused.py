@@ -53,6 +53,52 @@ def test_native_equals_reference(sizes, bias, prediction, sparse, seed):
         assert torch.equal(native_grads[1].indices()[0], classes.unique())
 
 
+@given(
+    sizes=st.tuples(st.integers(1, 9), st.integers(2, 300), st.integers(1, 70), st.integers(1, 300)),
+    bias=st.booleans(),
+    prediction=st.sampled_from(["softmax", "absolute"]),
+    sparse=st.booleans(),
+    seed=st.integers(0, 999),
+)
+@settings(deadline=None, derandomize=True, max_examples=120)
+def test_native_pool_equals_reference(sizes, bias, prediction, sparse, seed):
+    """The pool holds classes twice, and positives, which do not count for their own example."""
+    batch, n, d, m = sizes
+    query, weight, offsets, target, ids, log_count = problem(batch, n, d, m, bias, seed)
+    upstream = torch.randn(batch, generator=torch.Generator().manual_seed(seed))
+    options = {"prediction": prediction, "sparse": sparse}
+    inputs = [query, weight] if offsets is None else [query, weight, offsets]
+    native = fused.pooled_losses(query, weight, offsets, target, ids[0], log_count[0], **options)
+    native_grads = torch.autograd.grad(native, inputs, upstream)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    counts = log_count[:1].expand(batch, -1).masked_fill(ids[0] == target[:, None], math.inf)
+    classes = torch.cat([target[:, None], ids[:1].expand(batch, -1)], 1)
+    truths = [
+        fused.reference_losses(*exact[:2], exact[2] if bias else None, classes, counts.double(), **options),
+        fused.reference_pooled_losses(
+            *exact[:2], exact[2] if bias else None, target, ids[0], log_count[0].double(), **options
+        ),
+    ]
+    for truth in truths:
+        torch.testing.assert_close(native.double(), truth, rtol=1e-5, atol=1e-4)
+        for grad, expected in zip(native_grads, torch.autograd.grad(truth, exact, upstream.double()), strict=True):
+            assert grad.is_sparse == expected.is_sparse
+            torch.testing.assert_close(grad.to_dense().double(), expected.to_dense(), rtol=1e-4, atol=1e-4)
+    if sparse:
+        assert native_grads[1].is_coalesced()
+
+
+def test_exponentials_are_exact_to_rounding():
+    """One negative each: the slope is its softmax probability, over the whole range of float32."""
+    logits = torch.linspace(0, -120, 2401).unsqueeze(-1)
+    positive, slopes = torch.zeros(2401), logits.clone()
+    zero = torch.zeros(1, dtype=torch.long)
+    torch.ops.manyclass.pooled_loss_(slopes, positive, torch.zeros(1), zero, zero + torch.ones(2401).long(), False)
+    expected = logits.double().sigmoid()
+    torch.testing.assert_close(slopes.double(), expected, rtol=5e-7, atol=1e-37)
+    assert (slopes[logits < -90] == 0).all()
+
+
 def test_the_native_kernel_is_the_one_in_use(monkeypatch):
     arguments = problem(3, 20, 4, 5, False)
     monkeypatch.setattr(fused, "reference_losses", None)
@@ -94,6 +140,10 @@ def test_opcheck():
     torch.library.opcheck(
         torch.ops.manyclass.sampled_loss.default, (query, weight, offsets.flatten(), classes, log_count, True)
     )
+    shared = (torch.randn(4, 6), torch.randn(4), log_count[0], ids[0], target)
+    torch.library.opcheck(torch.ops.manyclass.pooled_loss_.default, (*shared, True))
+    with pytest.raises(RuntimeError, match=r"log_count and pool must be \(negatives,\)"):
+        torch.ops.manyclass.pooled_loss_(*shared[:3], ids[0][:3], target, True)
     torch.library.opcheck(torch.ops.manyclass.sampled_loss_rows.default, (query, classes, torch.rand(4, 7), 30))
     for bad in (-1, 30):
         with pytest.raises(RuntimeError, match=r"classes must be in \[0, 30\)"):

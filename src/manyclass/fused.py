@@ -38,12 +38,33 @@ def pooled_losses(
     bias: Tensor | None,
     target: Tensor,
     pool: Tensor,  # shape: (num_samples,)
-    log_count: Tensor,  # shape: (batch, num_samples)
+    log_count: Tensor,  # shape: (num_samples,)
     *,
     prediction: str,
     sparse: bool,
 ) -> Tensor:
-    """`sampled_losses` when all examples share their negatives: one small matrix product."""
+    """`sampled_losses` when all examples share their negatives: one small matrix product.
+
+    The pool may hold the positive of an example, which then does not count as its negative.
+    """
+    if ops.native_for(query, weight):
+        absolute = prediction == "absolute"
+        return cast(Tensor, _NativePool.apply(query, weight, bias, target, pool, log_count, absolute, sparse))
+    return reference_pooled_losses(query, weight, bias, target, pool, log_count, prediction=prediction, sparse=sparse)
+
+
+def reference_pooled_losses(
+    query: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    pool: Tensor,
+    log_count: Tensor,
+    *,
+    prediction: str,
+    sparse: bool,
+) -> Tensor:
+    """`pooled_losses` in plain PyTorch."""
     rows, position = torch.unique(torch.cat([target, pool]), return_inverse=True)
     positives, negatives = position[: len(target)], position[len(target) :]
     drawn = _select_rows(weight, rows, sparse).to(query.dtype)
@@ -52,6 +73,7 @@ def pooled_losses(
     if bias is not None:
         offsets = _select_rows(bias, rows, sparse).to(query.dtype).squeeze(-1)
         positive, negative = positive + offsets[positives], negative + offsets[negatives]
+    log_count = log_count.masked_fill(pool == target.unsqueeze(-1), torch.inf)
     return functional.sampled_softmax_loss(positive, negative, log_count, "none", prediction=prediction)
 
 
@@ -109,6 +131,54 @@ class _Native(torch.autograd.Function):
         weight_grad = _row_gradient(ctx.weight, rows, values, ctx.sparse)
         bias_grad = None if ctx.bias is None else _row_gradient(ctx.bias, rows, bias_values, ctx.sparse)
         return query_slopes * grad, weight_grad, bias_grad, None, None, None, None
+
+
+class _NativePool(torch.autograd.Function):
+    """The same for a pool: torch's matrix products, and one native pass over the logits that leaves their slopes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        pool: Tensor,
+        log_count: Tensor,
+        absolute: bool,
+        sparse: bool,
+    ) -> Tensor:
+        drawn, positives = weight[pool], weight[target]
+        logits, positive = query @ drawn.T, (query * positives).sum(dim=-1)
+        if bias is not None:
+            logits += bias[pool].T
+            positive += bias[target].squeeze(-1)
+        losses, positive_slopes = torch.ops.manyclass.pooled_loss_(
+            logits, positive, log_count.contiguous(), pool.contiguous(), target.contiguous(), absolute
+        )
+        ctx.save_for_backward(query, target, pool, drawn, positives, logits, positive_slopes)
+        ctx.weight, ctx.bias, ctx.sparse = weight, bias, sparse
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        query, target, pool, drawn, positives, slopes, positive_slopes = ctx.saved_tensors
+        grad = grads[0].unsqueeze(-1)
+        own = positive_slopes.unsqueeze(-1) * grad
+        query_grad = (slopes @ drawn).mul_(grad).addcmul_(own, positives)
+        rows, position = torch.unique(torch.cat([target, pool]), return_inverse=True)
+
+        def gathered(of_target: Tensor, of_pool: Tensor) -> Tensor:
+            values = of_pool.new_zeros(len(rows), of_pool.shape[1])
+            return values.index_add_(0, position, torch.cat([of_target, of_pool]))
+
+        values = gathered(own * query, slopes.T @ (grad * query))
+        weight_grad = _row_gradient(ctx.weight, rows, values, ctx.sparse)
+        bias_grad = None
+        if ctx.bias is not None:
+            bias_grad = _row_gradient(ctx.bias, rows, gathered(own, slopes.T @ grad), ctx.sparse)
+        return query_grad, weight_grad, bias_grad, None, None, None, None, None
 
 
 class _SelectRows(torch.autograd.Function):

@@ -248,18 +248,21 @@ class SampledSoftmax(nn.Module):
         with torch.no_grad():
             self._time_step()
             self._refresh_sampler()
-            draw = self.sampler.draw(query, self.num_samples, exclude=target, context=context, generator=generator)
+            # The loss itself leaves the positives out of a pool: it never is as large as batch × pool.
+            exclude = None if self.sampler.scope == "batch" else target
+            draw = self.sampler.draw(query, self.num_samples, exclude=exclude, context=context, generator=generator)
             self._sampling = time.perf_counter() - self._began
             self._last = (query.detach(), target, draw)
             if self.target_bias is not None and len(query):
                 self._adapt(self.target_bias)
-            negatives = draw.ids[0] if draw.shared else draw.ids
+            pooled = self.sampler.scope == "batch" and len(query) > 0
+            negatives, log_count = (part[0] if pooled else part for part in draw)
             if self._touched is not None:
                 self._touched += [target, negatives.flatten()]
         bias = None if self.bias_embedding is None else self.bias_embedding.weight
-        losses = fused.pooled_losses if draw.shared else fused.sampled_losses
+        losses = fused.pooled_losses if pooled else fused.sampled_losses
         options = {"prediction": self.prediction, "sparse": self.sparse}
-        return losses(query, self.weight, bias, target, negatives, draw.log_count, **options)
+        return losses(query, self.weight, bias, target, negatives, log_count, **options)
 
     def _refresh_sampler(self) -> None:
         """Let an adaptive sampler follow the weights: the rows that the last steps touched, or all of them."""
@@ -301,9 +304,10 @@ class SampledSoftmax(nn.Module):
         query, target, draw = self._last
         every = math.ceil(len(query) / DIAGNOSED)
         query, target, ids, log_count = (part[::every] for part in (query, target, *draw))
+        log_count = log_count.masked_fill(ids == target.unsqueeze(-1), math.inf)
         weight, bias = self.weight, self.bias
         positive = (query * weight[target].to(query.dtype)).sum(dim=-1)
-        if draw.shared:
+        if self.sampler.scope == "batch":
             negative = query @ weight[ids[0]].to(query.dtype).T
         else:
             parts = zip(query, ids, strict=True)

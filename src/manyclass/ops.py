@@ -78,6 +78,10 @@ if _NATIVE:
     def _(query, groups, mean, directions, spread, group, absolute):
         return query.new_empty(*groups.shape, group)
 
+    @torch.library.register_fake("manyclass::pooled_loss_")
+    def _(logits, positive, log_count, pool, target, absolute):
+        return torch.empty_like(positive), torch.empty_like(positive)
+
     @torch.library.register_fake("manyclass::sampled_loss")
     def _(query, weight, bias, classes, log_count, absolute):
         return query.new_empty(len(query)), query.new_empty(classes.shape), torch.empty_like(query)
