@@ -140,7 +140,7 @@ def test_the_layer_reaches_a_target_bias(sampler, target_bias):
 def test_defaults():
     head = SampledSoftmax(FEATURES, 4 * CLASSES)
     assert isinstance(head.sampler, samplers.Blocks)
-    assert (head.sampler.scope, head.num_samples) == ("batch", 2048)
+    assert (head.sampler.scope, head.num_samples) == ("batch", 4096)
     assert SampledSoftmax(FEATURES, CLASSES, "uniform").num_samples == 64
 
 

@@ -20,7 +20,7 @@ from .training import Record, train_language_model
 FEATURES = 128
 HELDOUT = 5_000
 FULL = "full softmax"
-NEGATIVES = {FULL: "all", "unigram": "64 each", "blocks": "2048 shared"}
+NEGATIVES = {FULL: "all", "unigram": "64 each", "blocks": "4096 shared"}
 
 
 class FullSoftmax(nn.Linear):

@@ -28,7 +28,7 @@ REFRESH_ALL = 1000
 REFRESH_UNTRACKED = 5
 
 # Negatives of each example, or of the pool of a batch, unless told otherwise.
-NUM_SAMPLES = {"example": 64, "batch": 2048}
+NUM_SAMPLES = {"example": 64, "batch": 4096}
 # Units (classes, or blocks of them) that a layer with a target for the bias begins with, and has at least: fewer would
 # not tell their own spread.
 FIRST_UNITS = 64
@@ -52,7 +52,7 @@ class SampledSoftmax(nn.Module):
         num_classes: n, at least 2.
         sampler: a name (``"blocks"``, ``"uniform"``, ``"log_uniform"``, ``"unigram"``, ``"bigram"``, ``"softmax"``,
             ``"quadratic"``, ``"quartic"``) or a `samplers.Sampler`.
-        num_samples: negatives per example, m, by default 64; or those of the pool, by default 2048, for samplers whose
+        num_samples: negatives per example, m, by default 64; or those of the pool, by default 4096, for samplers whose
             scope is the batch, such as ``"blocks"``.
         target_bias: instead of ``num_samples``: the bias of the loss in nats, such as 0.02, that the layer may have.
             It begins with 64 draws, estimates its bias (see `diagnostics`) as it trains, and adapts ``num_samples``.

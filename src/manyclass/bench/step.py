@@ -20,7 +20,7 @@ from .timing import best_of, write_csv
 CLASSES = {64: (10_000, 100_000, 1_000_000, 4_000_000, 8_000_000), 128: (10_000, 100_000, 1_000_000, 4_000_000)}
 BATCH = 256
 NUM_SAMPLES = 64
-POOL = 2048
+POOL = 4096
 FULL = "full softmax"
 # The adaptive softmax and the tree beyond it would not leave room for the others.
 LARGEST = 4_000_000

@@ -77,8 +77,10 @@ class Blocks(Incremental):
         self.levels = min(max(0, round(math.log2(num_classes / block_size))), int(math.log2(num_classes)))
         self.blocks = 1 << self.levels
         self.block_size = math.ceil(num_classes / self.blocks)
-        # An example scores `groups` groups and `LOOK_INTO · group` blocks: least when both are alike.
-        self.group = min(self.blocks, max(MIN_GROUP, 1 << round(math.log2(max(1, self.blocks / LOOK_INTO)) / 2)))
+        # An example scores `groups` groups and `LOOK_INTO · group` blocks. A group costs less: one vector, and a matrix
+        # product for all examples. So there are more groups than would make the two numbers alike.
+        alike = math.log2(max(1, self.blocks / LOOK_INTO)) / 2
+        self.group = min(self.blocks, max(MIN_GROUP, 1 << max(0, round(alike) - 1)))
         self.groups = self.blocks // self.group
         self.register_buffer("order", torch.arange(num_classes))
         self.register_buffer("block_of", torch.zeros(num_classes, dtype=torch.long))
