@@ -20,6 +20,7 @@ bench: .venv/ready
 	$(BIN)/manyclass bench draws
 	$(BIN)/manyclass bench tree
 	$(BIN)/manyclass bench step
+	$(BIN)/manyclass bench bias
 
 .venv/torch: constraints.txt
 	$(PYTHON) -m venv .venv

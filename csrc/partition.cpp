@@ -32,8 +32,7 @@ void principal_direction(const float* weight, const std::vector<int64_t>& sample
   // Start from the row that is farthest from the mean.
   float farthest = -1;
   for (int64_t id : sample) {
-    float distance = 0;
-    for (int64_t i = 0; i < columns; ++i) distance += std::pow(weight[id * columns + i] - mean[i], 2.0f);
+    const float distance = squared_distance(weight + id * columns, mean.data(), columns);
     if (distance > farthest) {
       farthest = distance;
       for (int64_t i = 0; i < columns; ++i) direction[i] = weight[id * columns + i] - mean[i];
@@ -52,8 +51,9 @@ void principal_direction(const float* weight, const std::vector<int64_t>& sample
 }
 
 // weight: (num_classes, columns)  ->  order (num_classes,): classes by block. After `levels` bisections block j holds the
-// positions [⌊j·n/2^levels⌋, ⌊(j + 1)·n/2^levels⌋).
-Tensor bisect(const Tensor& weight, int64_t levels) {
+// positions [⌊j·n/2^levels⌋, ⌊(j + 1)·n/2^levels⌋). Segments are halved along their principal direction; with `outliers_first` the
+// first one by the distance from the mean of all rows.
+Tensor bisect(const Tensor& weight, int64_t levels, bool outliers_first) {
   check(weight, ScalarType::Float, 2, "bisect", "weight");
   const int64_t classes = weight.size(0), columns = weight.size(1);
   STD_TORCH_CHECK(levels >= 0 && levels < 40 && (int64_t{1} << levels) <= std::max<int64_t>(1, classes),
@@ -62,6 +62,9 @@ Tensor bisect(const Tensor& weight, int64_t levels) {
   Tensor order = torch::stable::new_empty(weight, {classes}, ScalarType::Long);
   auto* ids = order.mutable_data_ptr<int64_t>();
   std::iota(ids, ids + classes, 0);
+  std::vector<float> centre(columns);
+  sum_rows(data, classes, columns, centre.data());
+  for (float& value : centre) value /= static_cast<float>(classes);
   const auto border = [&](int64_t j, int64_t parts) { return static_cast<int64_t>(static_cast<__int128>(j) * classes / parts); };
   for (int64_t level = 0; level < levels; ++level) {
     const int64_t segments = int64_t{1} << level;
@@ -72,13 +75,17 @@ Tensor bisect(const Tensor& weight, int64_t levels) {
       for (int64_t segment = from; segment < to; ++segment) {
         const int64_t begin = border(segment, segments), end = border(segment + 1, segments);
         const int64_t middle = border(2 * segment + 1, 2 * segments), size = end - begin;
-        sample.clear();
-        const int64_t stride = std::max<int64_t>(1, size / kSample);
-        for (int64_t i = begin; i < end; i += stride) sample.push_back(ids[i]);
-        principal_direction(data, sample, columns, direction.data());
         values.resize(size);
         projected.resize(size);
-        dots_at(direction.data(), data, ids + begin, size, columns, values.data());
+        if (segment == 0 && outliers_first) {
+          for (int64_t i = 0; i < size; ++i) values[i] = -squared_distance(data + ids[i] * columns, centre.data(), columns);
+        } else {
+          sample.clear();
+          const int64_t stride = std::max<int64_t>(1, size / kSample);
+          for (int64_t i = begin; i < end; i += stride) sample.push_back(ids[i]);
+          principal_direction(data, sample, columns, direction.data());
+          dots_at(direction.data(), data, ids + begin, size, columns, values.data());
+        }
         // Weights that are not finite are refused when classes are drawn; until then they must not break the order.
         for (int64_t i = 0; i < size; ++i) projected[i] = {std::isfinite(values[i]) ? values[i] : 0.0f, ids[begin + i]};
         std::nth_element(projected.begin(), projected.begin() + (middle - begin), projected.end());
@@ -96,6 +103,6 @@ Tensor bisect(const Tensor& weight, int64_t levels) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(manyclass, library) { library.def("bisect(Tensor weight, int levels) -> Tensor"); }
+STABLE_TORCH_LIBRARY_FRAGMENT(manyclass, library) { library.def("bisect(Tensor weight, int levels, bool outliers_first) -> Tensor"); }
 
 STABLE_TORCH_LIBRARY_IMPL(manyclass, CPU, library) { library.impl("bisect", TORCH_BOX(&bisect)); }

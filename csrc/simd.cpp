@@ -14,6 +14,13 @@ MANYCLASS_SIMD float dot(const float* a, const float* b, int64_t size) {
   return total;
 }
 
+MANYCLASS_SIMD float squared_distance(const float* a, const float* b, int64_t size) {
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < size; ++i) sum += (a[i] - b[i]) * (a[i] - b[i]);
+  return sum;
+}
+
 MANYCLASS_SIMD void dots(const float* query, const float* rows, int64_t count, int64_t size, float* out) {
   int64_t row = 0;
   for (; row + 4 <= count; row += 4) {  // four at a time: their sums do not wait for each other

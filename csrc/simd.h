@@ -18,6 +18,9 @@ constexpr int64_t kFeatureBlock = 64;
 // ⟨a, b⟩ for a size that is a multiple of kFeatureBlock.
 float dot(const float* a, const float* b, int64_t size);
 
+// ‖a − b‖².
+float squared_distance(const float* a, const float* b, int64_t size);
+
 // out[j] = ⟨query, rows[j]⟩ for `count` rows of `size` columns that lie one after the other.
 void dots(const float* query, const float* rows, int64_t count, int64_t size, float* out);
 

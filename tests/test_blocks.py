@@ -179,7 +179,7 @@ def test_masses_are_close_to_the_truth():
     n, d = 4000, 16
     weight, (query, _) = weights(n, d), batch(20, n, d)
     query = query / 2
-    sampler = Blocks(n, d)
+    sampler = Blocks(n, d, scope="example")
     sampler.update(weight)
     truth = (query @ weight.T).double().softmax(-1)
     mass = torch.zeros(20, sampler.blocks, dtype=torch.float64).scatter_add(1, sampler.block_of.expand(20, -1), truth)
@@ -192,6 +192,28 @@ def test_masses_are_close_to_the_truth():
     scattered._summarise(weight, None, torch.arange(scattered.blocks), 1)
     spread = [float(((weight - s.mean[s.block_of]) ** 2).mean()) for s in (sampler, scattered)]
     assert spread[0] < 0.5 * spread[1]
+
+
+def test_outliers_are_certain_in_a_pool(backend):
+    """A class far from all others is in the first block, and the first of every eight blocks is always drawn."""
+    weight = weights(512, 4)
+    outliers = torch.tensor([3, 77, 300])
+    weight[outliers] = 9 * torch.nn.functional.normalize(torch.randn(3, 4, generator=torch.Generator().manual_seed(5)))
+    sampler = Blocks(512, 4, 8)
+    sampler.update(weight)
+    assert (sampler.block_of[outliers] == 0).all()
+    distance = (weight - weight.mean(0)).norm(dim=1)
+    assert distance[sampler.block_of == 0].min() >= distance[sampler.block_of > 0].max()
+    assert distance[sampler.block_of == 1].min() >= distance[sampler.block_of > 1].max()
+    query = torch.full((3, 4), 0.01)  # all masses are nearly equal: by its own the first block would come rarely
+    assert sampler._pooled_mass(query)[0] < 0.05
+    for seed in range(20):
+        draw = sampler.draw(query, 64, generator=torch.Generator().manual_seed(seed))
+        counts = dict(zip(draw.ids[0].tolist(), draw.log_count[0].tolist(), strict=True))
+        assert all(counts[outlier] == 0 for outlier in outliers.tolist())
+    each = Blocks(512, 4, 8, scope="example")
+    each.update(weight)
+    assert not torch.equal(each.order, sampler.order)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 31, 32, 33, 64, 1000, 1021])
@@ -377,9 +399,9 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.manyclass.summarise_.default, (*arguments, torch.tensor([0, 3]), 2))
     with pytest.raises(RuntimeError, match="blocks out of range"):
         torch.ops.manyclass.summarise_(*arguments, torch.tensor([8]), 2)
-    torch.library.opcheck(torch.ops.manyclass.bisect.default, (weights(50, 4), 3))
+    torch.library.opcheck(torch.ops.manyclass.bisect.default, (weights(50, 4), 3, True))
     with pytest.raises(RuntimeError, match="levels must leave a class for each block"):
-        torch.ops.manyclass.bisect(weights(50, 4), 6)
+        torch.ops.manyclass.bisect(weights(50, 4), 6, False)
 
 
 def test_by_name():

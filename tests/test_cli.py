@@ -116,6 +116,7 @@ def test_bench_bias(tmp_path, monkeypatch):
     with (tmp_path / "bias.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len({row["sampler"] for row in rows}) == 8
+    assert {row["prediction"] for row in rows} == {"softmax", "absolute"}
     # 300 classes, hardly trained: nobody is far off, and a pool of all classes has no bias at all.
     assert all(-0.5 < float(row["bias"]) < 0.1 for row in rows)
     everything = [row for row in rows if row["sampler"] == "blocks, one pool" and int(row["negatives"]) > 1000]

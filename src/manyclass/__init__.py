@@ -2,9 +2,10 @@
 
 from . import functional, kernels, samplers
 from .clip import clip_grad_norm_
+from .diagnostics import Diagnostics
 from .head import SampledSoftmax
 from .ops import native_available
 
 __version__ = "0.1.0"
 
-__all__ = ["SampledSoftmax", "clip_grad_norm_", "functional", "kernels", "native_available", "samplers"]
+__all__ = ["Diagnostics", "SampledSoftmax", "clip_grad_norm_", "functional", "kernels", "native_available", "samplers"]

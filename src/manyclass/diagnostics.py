@@ -59,12 +59,12 @@ def estimate(
         chance = log_count.double().unflatten(-1, (-1, unit)).amin(dim=-1).exp().clamp(max=1.0)
     log_rest = corrected.logsumexp(dim=-1)
     share = (corrected - log_rest.unsqueeze(-1)).exp()
-    open_ = (1 - chance) * (chance < 1 - 1e-9)
-    units = (open_ > 0).sum(dim=-1)
-    centre = (open_ * share).sum(dim=-1) / open_.sum(dim=-1).clamp(min=1e-30)
+    uncertain = (1 - chance) * (chance < 1 - 1e-9)
+    units = (uncertain > 0).sum(dim=-1)
+    centre = (uncertain * share).sum(dim=-1) / uncertain.sum(dim=-1).clamp(min=1e-30)
     # A single unit tells nothing of its deviation; then its whole share counts.
     centre = torch.where(units > 1, centre, 0.0).unsqueeze(-1)
-    variance = (open_ * (share - centre).square()).sum(dim=-1) * (units / (units - 1).clamp(min=1))
+    variance = (uncertain * (share - centre).square()).sum(dim=-1) * (units / (units - 1).clamp(min=1))
     chi_square = variance * corrected.shape[-1]
     of_all = torch.exp(2 * (log_rest - torch.logaddexp(log_rest, positive.double())))
     return Estimate(log_count.shape[-1] / (1 + chi_square), chi_square, -variance * of_all / 2)

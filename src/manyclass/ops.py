@@ -71,7 +71,7 @@ if _NATIVE:
         return torch.empty_like(uniform, dtype=torch.long)
 
     @torch.library.register_fake("manyclass::bisect")
-    def _(weight, levels):
+    def _(weight, levels, outliers_first):
         return torch.empty(len(weight), dtype=torch.long)
 
     @torch.library.register_fake("manyclass::block_masses")

@@ -30,6 +30,7 @@ FULL = "full softmax"
 class Row(NamedTuple):
     """One sampler with one number of negatives."""
 
+    prediction: str
     sampler: str
     #: Per example, or in the pool that all examples share.
     negatives: int
@@ -45,6 +46,7 @@ class Row(NamedTuple):
 class Problem(NamedTuple):
     """A trained output layer and what it is asked for."""
 
+    prediction: str
     weight: Tensor
     query: Tensor
     target: Tensor
@@ -54,37 +56,44 @@ class Problem(NamedTuple):
 
 
 def run(out: Path, console: Console, texts: Iterable[Path] | None, steps: int, seed: int) -> None:
-    """Train a model, measure all samplers on it, print a table, write a CSV and a plot."""
+    """Train two models, measure all samplers on them, print a table, write a CSV and a plot.
+
+    Symmetric kernels are made for the absolute softmax, so a second model is trained with it.
+    """
+    rows: list[Row] = []
+    full = math.nan
     with Progress(console=console) as progress:
-        problem = _train(texts, steps, seed, progress)
-        weight, query, target = problem[:3]
+        corpus = python_corpus() if texts is None else Corpus.from_texts(path.read_text("utf-8") for path in texts)
+        if len(corpus.tokens) < 50 * EXAMPLES:
+            raise ValueError(f"the text has {len(corpus.tokens)} words; at least {50 * EXAMPLES} are needed")
         console.print(
-            f"{len(weight):,} classes, {FEATURES} features, trained for {steps} steps; measured on {EXAMPLES} held-out "
-            f"examples, {torch.get_num_threads()} threads, seed {seed}",
+            f"{len(corpus.vocabulary):,} classes, {FEATURES} features, trained for {steps} steps; measured on "
+            f"{EXAMPLES} held-out examples, {torch.get_num_threads()} threads, seed {seed}",
             soft_wrap=True,
         )
-        exact = functional.full_softmax_loss(query, weight, target, reduction="none")
-        p = functional.log_prob(query[:ENUMERATED], weight).exp().double()
-        full = best_of({FULL: _full_step(problem)}, repeats=3)[FULL] / EXAMPLES * 1e6
-        rows, alternatives = [], list(_alternatives(problem))
-        for name, sampler, numbers, repeats in progress.track(alternatives, description="samplers"):
-            for number in numbers:
-                rows.append(_measure(name, sampler, number, repeats, problem, exact, p))
+        for prediction in functional.PREDICTIONS:
+            problem = _train(corpus, prediction, steps, seed, progress)
+            _, weight, query, target, *_ = problem
+            exact = functional.full_softmax_loss(query, weight, target, reduction="none", prediction=prediction)
+            p = functional.log_prob(query[:ENUMERATED], weight, prediction=prediction).exp().double()
+            if prediction == "softmax":
+                full = best_of({FULL: _full_step(problem)}, repeats=3)[FULL] / EXAMPLES * 1e6
+            alternatives = list(_alternatives(problem))
+            for name, sampler, numbers, repeats in progress.track(alternatives, description=f"samplers, {prediction}"):
+                for number in numbers:
+                    rows.append(_measure(name, sampler, number, repeats, problem, exact, p))
     write_csv(out / "bias.csv", Row._fields, rows)
     _print(rows, full, console)
-    _plot(rows, full, out / "bias.png", len(weight))
+    _plot(rows, full, out / "bias.png", len(corpus.vocabulary))
     console.print(f"figures: {out / 'bias.csv'}\nplot:    {out / 'bias.png'}", soft_wrap=True)
 
 
-def _train(texts: Iterable[Path] | None, steps: int, seed: int, progress: Progress) -> Problem:
+def _train(corpus: Corpus, prediction: str, steps: int, seed: int, progress: Progress) -> Problem:
     """A language model that was trained with blocks, and its hidden states on text it has not seen."""
-    task = progress.add_task("training", total=steps)
-    corpus = python_corpus() if texts is None else Corpus.from_texts(path.read_text("utf-8") for path in texts)
-    if len(corpus.tokens) < 50 * EXAMPLES:
-        raise ValueError(f"the text has {len(corpus.tokens)} words; at least {50 * EXAMPLES} are needed")
+    task = progress.add_task(f"training, {prediction}", total=steps)
     train, heldout = corpus.tokens[: -10 * EXAMPLES], corpus.tokens[-10 * EXAMPLES :]
     torch.manual_seed(seed)
-    head = SampledSoftmax(FEATURES, len(corpus.vocabulary))
+    head = SampledSoftmax(FEATURES, len(corpus.vocabulary), prediction=prediction)
     model = LanguageModel(len(corpus.vocabulary), FEATURES, head)
     train_language_model(
         model, train, heldout, steps=steps, evaluations=1, on_step=lambda step, _: progress.update(task, completed=step)
@@ -93,7 +102,7 @@ def _train(texts: Iterable[Path] | None, steps: int, seed: int, progress: Progre
         # The end of each of several passages, so that examples have a past and are not neighbours.
         passages = heldout[:-1].unfold(0, 20, len(heldout) // EXAMPLES)[:EXAMPLES]
         query = model.hidden(passages[:, :-1])[0][:, -1]
-    return Problem(head.weight.detach().clone(), query, passages[:, -1], passages[:, -2], train)
+    return Problem(prediction, head.weight.detach().clone(), query, passages[:, -1], passages[:, -2], train)
 
 
 def _alternatives(problem: Problem) -> Iterable[tuple[str, samplers.Sampler, tuple[int, ...], int]]:
@@ -102,21 +111,24 @@ def _alternatives(problem: Problem) -> Iterable[tuple[str, samplers.Sampler, tup
     counts = torch.bincount(problem.tokens, minlength=n) + 1
     pairs = torch.stack([problem.tokens[:-1], problem.tokens[1:]], dim=1)
     few, many = (16, 64, 256), (256, 1024, 4096)
-    yield "uniform", samplers.Uniform(n), few, REPEATS
-    yield "unigram", samplers.Unigram(counts), few, REPEATS
-    yield "unigram, one pool", samplers.Unigram(counts, scope="batch"), many, REPEATS
-    yield "bigram", samplers.Bigram(pairs, n), few, REPEATS
+    if problem.prediction == "softmax":
+        yield "uniform", samplers.Uniform(n), few, REPEATS
+        yield "unigram", samplers.Unigram(counts), few, REPEATS
+        yield "unigram, one pool", samplers.Unigram(counts, scope="batch"), many, REPEATS
+        yield "bigram", samplers.Bigram(pairs, n), few, REPEATS
+    else:
+        yield "quartic (dense)", samplers.create("quartic", n, d), few[:2], REPEATS // 10
     yield "quadratic (tree)", samplers.create("quadratic", n, d), few, REPEATS // 2
-    yield "quartic (dense)", samplers.create("quartic", n, d), few[:2], REPEATS // 10
-    yield "blocks, each example", samplers.Blocks(n, d, scope="example"), (32, 64, 128), REPEATS
-    yield "blocks, one pool", samplers.Blocks(n, d), many, REPEATS
+    each = samplers.Blocks(n, d, scope="example", prediction=problem.prediction)
+    yield "blocks, each example", each, (32, 64, 128), REPEATS
+    yield "blocks, one pool", samplers.Blocks(n, d, prediction=problem.prediction), many, REPEATS
 
 
 def _measure(
     name: str, sampler: samplers.Sampler, number: int, repeats: int, problem: Problem, exact: Tensor, p: Tensor
 ) -> Row:
-    weight, query, target, context, _ = problem
-    head = SampledSoftmax(FEATURES, len(weight), sampler, number, reduction="none")
+    prediction, weight, query, target, context, _ = problem
+    head = SampledSoftmax(FEATURES, len(weight), sampler, number, reduction="none", prediction=prediction)
     with torch.no_grad():
         head.weight.copy_(weight)
         generator = torch.Generator().manual_seed(0)
@@ -129,13 +141,14 @@ def _measure(
     seconds = best_of({name: step}, repeats=5)[name]
     standard_error = float(error.std()) / math.sqrt(repeats)
     chi_square = _chi_square(sampler, problem, p)
-    return Row(name, number, chi_square, float(error.mean()), standard_error, seconds / EXAMPLES * 1e6)
+    cost = seconds / EXAMPLES * 1e6
+    return Row(prediction, name, number, chi_square, float(error.mean()), standard_error, cost)
 
 
 @torch.no_grad()
 def _chi_square(sampler: samplers.Sampler, problem: Problem, p: Tensor) -> float:
     """Σ p²/q − 1 over classes, or over the blocks that are drawn whole; mean over the first examples."""
-    weight, query, _, context, _ = problem
+    _, weight, query, _, context, _ = problem
     if isinstance(sampler, samplers.Blocks):
         mass = torch.zeros(len(p), sampler.blocks, dtype=p.dtype).index_add(1, sampler.block_of, p)
         q = sampler._pooled_mass(query) if sampler.scope == "batch" else sampler._mass(query[: len(p)]).double()
@@ -157,36 +170,37 @@ def _full_step(problem: Problem) -> Callable[[], None]:
 
 def _print(rows: list[Row], full: float, console: Console) -> None:
     table = Table(title=f"Sampled minus full loss; a step of the full softmax takes {full:.0f} µs per example")
-    for column in ("sampler", "negatives", "χ²", "bias (nats)", "µs per example", "full / this"):
-        table.add_column(column, justify="left" if column == "sampler" else "right")
+    for column in ("prediction", "sampler", "negatives", "χ²", "bias (nats)", "µs per example", "full / this"):
+        table.add_column(column, justify="left" if column in ("prediction", "sampler") else "right")
     for row in rows:
         cost = row.microseconds_per_example
         bias = f"{row.bias:+.4f} ± {row.error:.4f}"
-        table.add_row(
-            row.sampler, f"{row.negatives:,}", f"{row.chi_square:.2f}", bias, f"{cost:.0f}", f"{full / cost:.1f}×"
-        )
+        numbers = (f"{row.negatives:,}", f"{row.chi_square:.2f}", bias, f"{cost:.0f}", f"{full / cost:.1f}×")
+        table.add_row(row.prediction, row.sampler, *numbers)
     console.print(table)
 
 
 def _plot(rows: list[Row], full: float, file: Path, num_classes: int) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
     axes = figure.subplots()
-    for name in dict.fromkeys(row.sampler for row in rows):
-        own = [row for row in rows if row.sampler == name]
+    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(row.sampler for row in rows))}
+    for prediction, name in dict.fromkeys((row.prediction, row.sampler) for row in rows):
+        own = [row for row in rows if (row.prediction, row.sampler) == (prediction, name)]
+        plain = prediction == "softmax"
+        label, style = (name, "-") if plain else (f"{name}, absolute softmax", ":")
+        costs = [row.microseconds_per_example for row in own]
         # Below its standard error a bias is not seen: the point stands at that bound.
         height = [max(-row.bias, row.error) for row in own]
-        (line,) = axes.plot([row.microseconds_per_example for row in own], height, marker="o", label=name)
-        for row, y in zip(own, height, strict=True):
-            where = (row.microseconds_per_example, y)
-            axes.annotate(f"{row.negatives}", where, (4, 4), textcoords="offset points", color=line.get_color(), size=8)
-            if -row.bias < row.error:
-                axes.annotate("↓", where, ha="center", va="top", color=line.get_color(), size=14)
+        axes.plot(costs, height, marker="o", label=label, linestyle=style, color=colours[name])
+        for row, where in zip(own, zip(costs, height, strict=True), strict=True):
+            note = {"textcoords": "offset points", "color": colours[name], "size": 8}
+            axes.annotate(f"{row.negatives}" + " ↓" * (-row.bias < row.error), where, (4, 4), **note)
     axes.axvline(full, color="black", linestyle="--", label="full softmax (no bias)")
     axes.set(xscale="log", yscale="log", xlabel="microseconds per example, whole training step of the layer")
     axes.set(ylabel="|bias| of the loss in nats", title=f"Cost against bias, {num_classes:,} classes")
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize=9)
-    axes.text(0.01, 0.01, "numbers: negatives; ↓: below the standard error", transform=axes.transAxes, size=8)
+    figure.legend(loc="outside right upper", fontsize=9)
+    axes.text(0.01, 0.01, "numbers: negatives; ↓: not above its standard error", transform=axes.transAxes, size=8)
     figure.savefig(file, dpi=120)

@@ -15,6 +15,8 @@ from .partition import bisect
 # Groups of blocks that an example looks into; of the others it knows only the group's mass.
 LOOK_INTO = 8
 MIN_GROUP = 16
+# One of so many blocks of a pool is certain: outliers, which their block's summary does not predict.
+CERTAIN = 8
 # Share of the classes' uniform distribution in the masses: it bounds the importance weights.
 DEFENSIVE = 0.02
 # Updates after which classes are first dealt into new blocks; then after twice as many, and so on: embeddings move
@@ -106,7 +108,9 @@ class Blocks(Incremental):
         updates = int(self.updates)
         self.updates += 1
         if updates == 0 or (updates % REBUILD == 0 and (updates // REBUILD).bit_count() == 1):
-            self._deal(bisect(_rows(weight.detach(), bias, slice(None)), self.levels))
+            # A pool takes the outliers whole; an example that draws a few blocks has to tell them apart.
+            outliers_first = self.scope == "batch"
+            self._deal(bisect(_rows(weight.detach(), bias, slice(None)), self.levels, outliers_first))
             rows = None
         if rows is None:
             blocks, iterations = torch.arange(self.blocks, device=weight.device), 4
@@ -196,6 +200,8 @@ class Blocks(Incremental):
         """The classes of ``wanted`` blocks and ln π of their blocks, both ``(batch, wanted · block_size)``."""
         if self.scope == "batch":
             mass = self._pooled_mass(query).unsqueeze(0)
+            # The first blocks hold the classes that lie farthest out: more than all other mass makes them certain.
+            mass[:, : wanted // CERTAIN] = 1.0
             blocks, _, probability = systematic.draw(mass, torch.ones_like(mass, dtype=torch.long), wanted, uniform)
         else:
             drawn = [
