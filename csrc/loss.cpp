@@ -67,10 +67,12 @@ std::tuple<Tensor, Tensor, Tensor> sampled_loss(const Tensor& query, const Tenso
         slope[k] = k == 0 ? logit : logit - count_data[row * (slots - 1) + k - 1];
         largest = std::max(largest, slope[k]);
       }
-      const double positive = slope[0];
-      const double total = exp_sum(slope, slots, largest);
+      const double positive = slope[0], first = std::exp(positive - largest);
+      const double rest = exp_sum(slope + 1, slots - 1, largest), total = rest + first;
       loss_data[row] = static_cast<float>(std::log(total) + largest - positive);
-      for (int64_t k = 0; k < slots; ++k) slope[k] = signs[k] * static_cast<float>(slope[k] / total - (k == 0));
+      // −rest/total and not first/total − 1: it keeps its precision where the positive takes nearly all.
+      slope[0] = signs[0] * static_cast<float>(-rest / total);
+      for (int64_t k = 1; k < slots; ++k) slope[k] = signs[k] * static_cast<float>(slope[k] / total);
       // The rows were just read for the logits: they are still in the nearest cache.
       combine_at(weight_data, ids, slope, slots, columns, query_slope_data + row * columns);
     }
@@ -124,7 +126,6 @@ std::tuple<Tensor, Tensor> pooled_loss_(const Tensor& logits, const Tensor& posi
       const double rest = exp_sum(slope, negatives, largest), first = std::exp(static_cast<double>(own) - largest);
       const double total = rest + first;
       loss_data[row] = static_cast<float>(std::log(total) + largest - own);
-      // −rest/total and not first/total − 1: it keeps its precision where the positive takes nearly all.
       positive_slope_data[row] = static_cast<float>(-rest / total) * (absolute ? sign(positive_data[row]) : 1.0f);
       const auto scale = static_cast<float>(1 / total);
       for (int64_t k = 0; k < negatives; ++k) slope[k] *= scale;

@@ -192,15 +192,17 @@ def _plot(rows: list[Row], full: float, file: Path, num_classes: int) -> None:
         label, style = (name, "-") if plain else (f"{name}, absolute softmax", ":")
         costs = [row.microseconds_per_example for row in own]
         # Below its standard error a bias is not seen: the point stands at that bound.
-        height = [max(-row.bias, row.error) for row in own]
+        height = [max(abs(row.bias), row.error) for row in own]
         axes.plot(costs, height, marker="o", label=label, linestyle=style, color=colours[name])
         for row, where in zip(own, zip(costs, height, strict=True), strict=True):
             note = {"textcoords": "offset points", "color": colours[name], "size": 8}
-            axes.annotate(f"{row.negatives}" + " ↓" * (-row.bias < row.error), where, (4, 4), **note)
+            axes.annotate(f"{row.negatives}" + " ↓" * (abs(row.bias) < row.error), where, (4, 4), **note)
     axes.axvline(full, color="black", linestyle="--", label="full softmax (no bias)")
     axes.set(xscale="log", yscale="log", xlabel="microseconds per example, whole training step of the layer")
     axes.set(ylabel="|bias| of the loss in nats", title=f"Cost against bias, {num_classes:,} classes")
     axes.grid(alpha=0.3, which="both")
     figure.legend(loc="outside right upper", fontsize=9)
-    axes.text(0.01, 0.01, "numbers: negatives; ↓: not above its standard error", transform=axes.transAxes, size=8)
+    axes.text(
+        0.01, 0.01, "numbers: negatives; ↓: below its standard error, which is shown", transform=axes.transAxes, size=8
+    )
     figure.savefig(file, dpi=120)
