@@ -292,6 +292,19 @@ def test_in_the_layer(scope, sparse, bias, prediction):
 
 
 @pytest.mark.parametrize("scope", SCOPES)
+def test_tied_weights(scope):
+    """Gradients of the input and the output side add up; all blocks drawn: those of the full softmax."""
+    torch.manual_seed(0)
+    embedding = torch.nn.Embedding(61, 4, sparse=True)
+    head = SampledSoftmax(4, 61, "blocks", 1000, scope=scope, embedding=embedding)
+    target = batch(6, 61, 4)[1]
+    losses = [head.train(training)(embedding(target.flip(0)), target) for training in (True, False)]
+    torch.testing.assert_close(*losses)
+    sampled, full = (torch.autograd.grad(loss, embedding.weight)[0].to_dense() for loss in losses)
+    torch.testing.assert_close(sampled, full, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
 def test_training_with_blocks_comes_close_to_the_full_softmax(scope):
     """Learn to name 300 clusters; a few blocks per step end near the loss of training on all classes."""
     torch.manual_seed(0)

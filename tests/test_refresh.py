@@ -75,11 +75,13 @@ def test_unseen_changes_are_found_in_the_end(monkeypatch):
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize("kind", ["tree", "blocks-example", "blocks-batch"])
+@pytest.mark.parametrize("kind", ["tree", "blocks-example", "blocks-batch", "target bias"])
 def test_a_loaded_checkpoint_goes_on_as_if_never_stopped(kind, sparse, tmp_path):
     def model_of():
         if kind == "tree":
             return layer(sparse=sparse)
+        if kind == "target bias":
+            return SampledSoftmax(6, 60, "blocks", sparse=sparse, block_size=2, target_bias=0.3)
         return SampledSoftmax(6, 60, "blocks", 16, sparse=sparse, block_size=4, scope=kind.removeprefix("blocks-"))
 
     def optimizer_of(model):
@@ -100,6 +102,7 @@ def test_a_loaded_checkpoint_goes_on_as_if_never_stopped(kind, sparse, tmp_path)
     optimizer.load_state_dict(optimizer_state)
     steps(resumed, optimizer, 17, seed=2)
     assert torch.equal(whole.weight, resumed.weight)
+    assert whole.num_samples == resumed.num_samples
 
 
 def test_new_weights_without_the_rest_of_a_checkpoint_refresh_all():
