@@ -235,7 +235,6 @@ class Blocks(Incremental):
             outside, best, inside = self._shares(part)
             square += outside.square_().sum(dim=0).unsqueeze(-1)
             square.index_add_(0, best.flatten(), inside.square_().flatten(0, 1))
-        # In float64: the square of a small share is too small for float32.
         mass = square.double().flatten().sqrt() if len(query) else self.log_size.double().exp()
         return self._defended(mass / mass.sum())
 
