@@ -130,9 +130,9 @@ class Blocks(Incremental):
     def _summarise(self, weight: Tensor, bias: Tensor | None, blocks: Tensor, iterations: int) -> None:
         """Mean, principal directions by warm subspace iteration, and the rest, of some blocks."""
         if ops.native_for(weight, self.mean):
-            summaries, blocks = (self.mean, self.directions, self.spread), blocks.contiguous()
             offsets = weight.new_empty(0) if bias is None else bias.detach().contiguous()
-            torch.ops.manyclass.summarise_(*summaries, weight.contiguous(), offsets, self.order, blocks, iterations)
+            members = (weight.contiguous(), offsets, self.order, blocks.contiguous())
+            torch.ops.manyclass.summarise_(*self._summaries(), *members, iterations)
             return
         for part in blocks.split(max(1, functional.MAX_LOGITS // (self.block_size * self.columns))):
             self._summarise_reference(weight, bias, part, iterations)
