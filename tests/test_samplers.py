@@ -140,10 +140,10 @@ class HiddenState(samplers.Softmax):
         self.hidden = weight
         self.weight.zero_()
 
-    def _log_probs(self, query, exclude):
+    def _log_masses(self, query, exclude):
         held = self.weight
         self.weight = getattr(self, "hidden", held)
-        result = super()._log_probs(query, exclude)
+        result = super()._log_masses(query, exclude)
         self.weight = held
         return result
 

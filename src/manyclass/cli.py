@@ -1,10 +1,17 @@
-"""The command line."""
+"""The command line. Nothing heavy is imported before a command runs."""
 
+import dataclasses
+import inspect
+import json
+import math
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+
+from .settings import ClassifySettings, LanguageSettings, NextItemSettings, Settings, panel
 
 app = typer.Typer(
     help="Train a softmax over thousands to millions of classes by adaptive, kernel based sampling.",
@@ -12,29 +19,194 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+train = typer.Typer(help="Train a model from your files; the run's folder holds all of it.", no_args_is_help=True)
 bench = typer.Typer(help="Measure speed: alternatives side by side in one run, as ratios.", no_args_is_help=True)
+app.add_typer(train, name="train")
 app.add_typer(bench, name="bench")
 
 Out = Annotated[Path, typer.Option(help="Folder for figures and plots; made if it is missing.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: what torch chooses.")]
+Seed = Annotated[int, typer.Option(help="Seed of the weights and the draws.")]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, the --out of `manyclass train`.")]
 
 
 def _start(out: Path, threads: int | None) -> Console:
+    from .console import start
+
+    return start(out, threads)
+
+
+def _train_command(name: str, kind: type[Settings]) -> None:
+    """Make ``manyclass train NAME``: every field of its settings is an option."""
+
+    def command(**options: Any) -> None:
+        from . import console as show
+
+        settings = kind(**options)
+        console = show.start(settings.out, settings.threads)
+        task = show.prepare(name, settings, console)
+        console.print(
+            f"{task.num_classes:,} classes; {task.train_examples:,} training and {task.heldout_examples:,} held-out "
+            f"examples; {task.steps_per_epoch:,} steps per epoch",
+            soft_wrap=True,
+        )
+        with show.progress_bars(console) as progress:
+            rows, stopped = show.train(task, progress, settings.sampler)
+        last = rows[-1]
+        perplexity = f", perplexity {math.exp(min(last.heldout_loss, 700)):.1f}" if name == "lm" else ""
+        console.print(f"step {last.step}: held-out loss {last.heldout_loss:.4f} nats{perplexity}", soft_wrap=True)
+        if stopped:
+            console.print("stopped; give the same command with --resume to go on")
+            raise typer.Exit(130)
+        console.print(f"next: manyclass evaluate {settings.out}  or  manyclass predict {settings.out}", soft_wrap=True)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    fields = sorted(dataclasses.fields(kind), key=panel)
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            keyword,
+            annotation=field.type,
+            default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
+        )
+        for field in fields
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    command.__annotations__ = {field.name: field.type for field in fields}
+    command.__doc__ = kind.__doc__
+    train.command(name)(command)
+
+
+_train_command("lm", LanguageSettings)
+_train_command("next-item", NextItemSettings)
+_train_command("classify", ClassifySettings)
+
+
+@app.command()
+def evaluate(
+    run: RunFolder,
+    k: Annotated[list[int] | None, typer.Option(min=1, help="Cut-offs of the ranking measures.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Held-out examples; default: all.")] = None,
+    threads: Threads = None,
+) -> None:
+    """Exact loss, and recall, MRR and NDCG over all classes, on the held-out data of a run; never sampled."""
+    from rich.table import Table
+
+    from . import training
+    from .run import Run
+
+    folder = Run(run)
+    folder.config()
+    console = _start(run, threads)
+    with console.status("evaluating"):
+        model, task, step = training.load(folder)
+        found = training.evaluate(model, task, limit, tuple(k or (1, 5, 10)))
+    if task.recurrent:
+        found = {"loss": found.pop("loss"), "perplexity": math.exp(min(found["loss"], 700)), **found}
+    examples = min(limit or task.heldout_examples, task.heldout_examples)
+    folder.write_json("evaluation.json", {"step": step, "examples": examples, **found})
+    table = Table(title=f"{run}, step {step}: {examples:,} held-out examples, all {task.num_classes:,} classes")
+    table.add_column("measure")
+    table.add_column("value", justify="right")
+    for name, value in found.items():
+        table.add_row(name, f"{value:.4f}")
+    console.print(table)
+
+
+@app.command()
+def predict(
+    run: RunFolder,
+    queries: Annotated[
+        list[str] | None,
+        typer.Argument(help="Text, items of a history, or feature:value pairs; default: lines of the standard input."),
+    ] = None,
+    k: Annotated[int, typer.Option(min=1, help="Predictions for each.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="One line of json for each, for programs.")] = False,
+) -> None:
+    """The k most probable classes for texts, histories or documents, over all classes."""
     import torch
 
-    out.mkdir(parents=True, exist_ok=True)  # first, so that a bad path does not cost the work
+    from . import training
+    from .run import Run
 
-    if threads is not None:
-        torch.set_num_threads(threads)
-    torch.sparse.check_sparse_tensor_invariants.disable()  # else torch warns that this is its default
-    return Console()
+    model, task, _ = training.load(Run(run))
+    for number, line in enumerate(queries or sys.stdin, 1):
+        try:
+            batch = task.encode(line.strip())
+        except ValueError as error:
+            raise ValueError(f"query {number}: {error}") from error
+        with torch.no_grad():
+            values, ids = model.head.topk(model.hidden(batch)[0][:, -1], min(k, task.num_classes))
+        found = [
+            (task.vocabulary.names[index], math.exp(value))
+            for index, value in zip(ids[0].tolist(), values[0].tolist(), strict=True)
+        ]
+        if as_json:
+            print(json.dumps({"query": line.strip(), "predictions": [{"class": c, "p": p} for c, p in found]}))
+        else:
+            print(line.strip())
+            print("".join(f"  {p:8.4f}  {name}\n" for name, p in found), end="")
+
+
+@app.command()
+def export(
+    run: RunFolder,
+    to: Annotated[Literal["npy", "faiss", "safetensors"], typer.Option(help="Format.")] = "npy",
+    out: Annotated[Path | None, typer.Option(help="Folder; default: RUN/export.")] = None,
+) -> None:
+    """Write the class embeddings and their names, to search or serve them elsewhere."""
+    from . import export, training
+    from .run import Run
+
+    model, task, _ = training.load(Run(run))
+    target = out or run / "export"
+    target.mkdir(parents=True, exist_ok=True)
+    head = model.head
+    for file in export.export(head.weight.detach(), head.bias, task.vocabulary.names, head.prediction, to, target):
+        print(file)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Compare runs on one page that needs nothing else: curves, tables, settings."""
+    from . import report
+
+    found = [report.load(run) for run in runs]
+    Console().print(report.table(found))
+    report.write(found, out)
+    print(f"page: {out}")
+
+
+@app.command()
+def synth(
+    out: Annotated[Path, typer.Argument(help="File: .csv, .tsv, .parquet, .jsonl, or .txt with a sequence per line.")],
+    items: Annotated[int, typer.Option(min=2, max=10_000_000, help="Classes.")] = 100_000,
+    users: Annotated[int, typer.Option(min=1, help="Users.")] = 50_000,
+    length: Annotated[int, typer.Option(min=2, help="Interactions of each user.")] = 20,
+    seed: Seed = 0,
+) -> None:
+    """Write interactions of a latent-factor model with Zipf popularity, to try everything at scale without data."""
+    from rich.progress import Progress
+
+    from .data.synth import synthesise
+
+    with Progress(transient=True) as progress:
+        bar = progress.add_task("users", total=users)
+        synthesise(
+            out, items=items, users=users, length=length, seed=seed, advance=lambda done: progress.advance(bar, done)
+        )
+    print(f"{users * length:,} interactions of {users:,} users with up to {items:,} items: {out}")
+    print(f"next: manyclass train next-item --interactions {out}")
 
 
 @app.command()
 def demo(
     steps: Annotated[int, typer.Option(min=6, help="Training steps of each run.")] = 200,
     out: Out = Path("out"),
-    seed: Annotated[int, typer.Option(help="Seed of the weights and the draws.")] = 0,
+    seed: Seed = 0,
     threads: Threads = None,
 ) -> None:
     """Train a language model on the Python standard library's sources: full softmax against sampled softmax."""
@@ -81,3 +253,70 @@ def tree(out: Out = Path("out"), threads: Threads = None) -> None:
     from .bench import tree
 
     tree.run(out, _start(out, threads))
+
+
+reproduce = typer.Typer(help="The paper's experiments, each figure with one command.", no_args_is_help=True)
+app.add_typer(reproduce, name="reproduce")
+
+DatasetNames = Annotated[
+    list[str] | None,
+    typer.Option(metavar="ptb|beauty|diginetica", help="Repeatable; default: all three."),
+]
+Data = Annotated[
+    Path, typer.Option(help="Folder with the data sets, one folder each: docs/reproduction.md says where from.")
+]
+PresetName = Annotated[
+    Literal["quick", "paper"], typer.Option(help="quick: under 90 minutes on 2 cores for everything; paper: days.")
+]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Runs at a time, of one thread each; default: one per core.")]
+
+
+def _reproduce(figure: str, datasets: list[str] | None, data: Path, preset: str, out: Path, jobs: int | None) -> None:
+    """Train what is not trained yet, and draw one of the paper's figures, for all data sets."""
+    import os
+
+    from . import checks, figures
+    from . import reproduce as experiments
+
+    console = _start(out, None)
+    names = [checks.one_of("--dataset", name, tuple(experiments.DATASETS)) for name in datasets or experiments.DATASETS]
+    curves = experiments.sweep(names, preset, data, out / preset, jobs or os.cpu_count() or 1, console)
+    experiments.write(curves, out / "reproduce.csv")
+    for file in figures.draw(figure, curves, out, experiments.PRESETS[preset].note):
+        console.print(str(file), soft_wrap=True)
+
+
+@reproduce.command("bias")
+def reproduce_bias(
+    data: Data,
+    dataset: DatasetNames = None,
+    preset: PresetName = "quick",
+    out: Out = Path("out/reproduce"),
+    jobs: Jobs = None,
+) -> None:
+    """Final quality against the number of negatives, for every sampler (Figure 2)."""
+    _reproduce("bias", dataset, data, preset, out, jobs)
+
+
+@reproduce.command("samples")
+def reproduce_samples(
+    data: Data,
+    dataset: DatasetNames = None,
+    preset: PresetName = "quick",
+    out: Out = Path("out/reproduce"),
+    jobs: Jobs = None,
+) -> None:
+    """Convergence for varying numbers of negatives, against epochs and time (Figures 3, 5 and 6)."""
+    _reproduce("samples", dataset, data, preset, out, jobs)
+
+
+@reproduce.command("distributions")
+def reproduce_distributions(
+    data: Data,
+    dataset: DatasetNames = None,
+    preset: PresetName = "quick",
+    out: Out = Path("out/reproduce"),
+    jobs: Jobs = None,
+) -> None:
+    """Convergence of the samplers at fixed numbers of negatives, against epochs and time (Figures 4 and 7)."""
+    _reproduce("distributions", dataset, data, preset, out, jobs)

@@ -53,7 +53,8 @@ class Polynomial:
 
     def value(self, logits: Tensor) -> Tensor:
         """``alpha · logits^degree + 1``; the shape is kept."""
-        return self.alpha * logits**self.degree + 1
+        square = logits.square()
+        return self.alpha * (square if self.degree == 2 else square ** (self.degree // 2)) + 1
 
     def feature_dim(self, in_features: int) -> int:
         """D: the distinct monomials of ``degree`` in ``in_features`` variables, and one constant."""

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -11,15 +12,15 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from .. import functional, samplers
-from ..data import Corpus, python_corpus
+from .. import functional, samplers, training
+from ..console import Bar
 from ..head import SampledSoftmax
-from ..models import LanguageModel
-from ..training import train_language_model
+from ..run import Run
+from ..settings import LanguageSettings
+from ..tasks import Task
 from .step import training_step
 from .timing import best_of, write_csv
 
-FEATURES = 128
 EXAMPLES = 256
 #: Examples that χ² is computed from, by enumeration of all classes.
 ENUMERATED = 64
@@ -55,54 +56,65 @@ class Problem(NamedTuple):
     tokens: Tensor
 
 
-def run(out: Path, console: Console, texts: Iterable[Path] | None, steps: int, seed: int) -> None:
+def run(out: Path, console: Console, texts: list[Path] | None, steps: int, seed: int) -> None:
     """Train two models, measure all samplers on them, print a table, write a CSV and a plot.
 
     Symmetric kernels are made for the absolute softmax, so a second model is trained with it.
     """
     rows: list[Row] = []
-    full = math.nan
+    full, n, d = math.nan, 0, 0
     with Progress(console=console) as progress:
-        corpus = python_corpus() if texts is None else Corpus.from_texts(path.read_text("utf-8") for path in texts)
-        if len(corpus.tokens) < 50 * EXAMPLES:
-            raise ValueError(f"the text has {len(corpus.tokens)} words; at least {50 * EXAMPLES} are needed")
-        console.print(
-            f"{len(corpus.vocabulary):,} classes, {FEATURES} features, trained for {steps} steps; measured on "
-            f"{EXAMPLES} held-out examples, {torch.get_num_threads()} threads, seed {seed}",
-            soft_wrap=True,
-        )
         for prediction in functional.PREDICTIONS:
-            problem = _train(corpus, prediction, steps, seed, progress)
+            problem = _train(texts, prediction, steps, seed, progress)
             _, weight, query, target, *_ = problem
+            n, d = weight.shape
             exact = functional.full_softmax_loss(query, weight, target, reduction="none", prediction=prediction)
             p = functional.log_prob(query[:ENUMERATED], weight, prediction=prediction).exp().double()
             if prediction == "softmax":
                 full = best_of({FULL: _full_step(problem)}, repeats=3)[FULL] / EXAMPLES * 1e6
             alternatives = list(_alternatives(problem))
             for name, sampler, numbers, repeats in progress.track(alternatives, description=f"samplers, {prediction}"):
-                for number in numbers:
-                    rows.append(_measure(name, sampler, number, repeats, problem, exact, p))
+                rows += _measure(name, sampler, numbers, repeats, problem, exact, p)
+        console.print(
+            f"{n:,} classes, {d} features, trained for {steps} steps; measured on {EXAMPLES} held-out examples, "
+            f"{torch.get_num_threads()} threads, seed {seed}",
+            soft_wrap=True,
+        )
     write_csv(out / "bias.csv", Row._fields, rows)
     _print(rows, full, console)
-    _plot(rows, full, out / "bias.png", len(corpus.vocabulary))
+    _plot(rows, full, out / "bias.png", n)
     console.print(f"figures: {out / 'bias.csv'}\nplot:    {out / 'bias.png'}", soft_wrap=True)
 
 
-def _train(corpus: Corpus, prediction: str, steps: int, seed: int, progress: Progress) -> Problem:
+def _train(texts: list[Path] | None, prediction: Any, steps: int, seed: int, progress: Progress) -> Problem:
     """A language model that was trained with blocks, and its hidden states on text it has not seen."""
-    task = progress.add_task(f"training, {prediction}", total=steps)
-    train, heldout = corpus.tokens[: -10 * EXAMPLES], corpus.tokens[-10 * EXAMPLES :]
-    torch.manual_seed(seed)
-    head = SampledSoftmax(FEATURES, len(corpus.vocabulary), prediction=prediction)
-    model = LanguageModel(len(corpus.vocabulary), FEATURES, head)
-    train_language_model(
-        model, train, heldout, steps=steps, evaluations=1, on_step=lambda step, _: progress.update(task, completed=step)
-    )
+    with TemporaryDirectory() as folder:
+        settings = LanguageSettings(
+            text=texts,
+            corpus=None if texts else "python",
+            prediction=prediction,
+            steps=steps,
+            schedule="constant",
+            evaluations=1,
+            eval_examples=5000,
+            seed=seed,
+            out=Path(folder) / "run",
+        )
+        task: Task[Any] = training.prepare("lm", settings)
+        heldout = torch.cat([batch.target.flatten() for batch in task.heldout()])
+        if len(heldout) < 4 * EXAMPLES:
+            raise ValueError(
+                f"the text has {task.train_examples} words to train on and {len(heldout)} held out; "
+                f"at least {4 * EXAMPLES} are needed there"
+            )
+        training.train(task, Bar(progress, f"training, {prediction}"))
+        model, *_ = training.load(Run(settings.out))
+        tokens, _ = task.pairs()
     with torch.no_grad():
         # The end of each of several passages, so that examples have a past and are not neighbours.
-        passages = heldout[:-1].unfold(0, 20, len(heldout) // EXAMPLES)[:EXAMPLES]
-        query = model.hidden(passages[:, :-1])[0][:, -1]
-    return Problem(prediction, head.weight.detach().clone(), query, passages[:, -1], passages[:, -2], train)
+        passages = heldout.unfold(0, 20, len(heldout) // EXAMPLES)[:EXAMPLES]
+        query = model.trunk(passages[:, :-1])[0][:, -1]
+    return Problem(prediction, model.head.weight.detach().clone(), query, passages[:, -1], passages[:, -2], tokens)
 
 
 def _alternatives(problem: Problem) -> Iterable[tuple[str, samplers.Sampler, tuple[int, ...], int]]:
@@ -125,24 +137,32 @@ def _alternatives(problem: Problem) -> Iterable[tuple[str, samplers.Sampler, tup
 
 
 def _measure(
-    name: str, sampler: samplers.Sampler, number: int, repeats: int, problem: Problem, exact: Tensor, p: Tensor
-) -> Row:
+    name: str,
+    sampler: samplers.Sampler,
+    numbers: Iterable[int],
+    repeats: int,
+    problem: Problem,
+    exact: Tensor,
+    p: Tensor,
+) -> Iterable[Row]:
     prediction, weight, query, target, context, _ = problem
-    head = SampledSoftmax(FEATURES, len(weight), sampler, number, reduction="none", prediction=prediction)
-    with torch.no_grad():
-        head.weight.copy_(weight)
-        generator = torch.Generator().manual_seed(0)
-        losses = [head(query, target, context=context, generator=generator) for _ in range(repeats)]
-        # The mean over examples of each draw: the examples of a pool do not err independently.
-        error = (torch.stack(losses) - exact).mean(dim=1)
-    head.reduction = "mean"
-    # A learning rate of 0 costs the same and leaves the problem as it is.
-    step = training_step(head.parameters(), lambda q: head(q, target, context=context), query, lr=0.0)
-    seconds = best_of({name: step}, repeats=5)[name]
-    standard_error = float(error.std()) / math.sqrt(repeats)
-    chi_square = _chi_square(sampler, problem, p)
-    cost = seconds / EXAMPLES * 1e6
-    return Row(prediction, name, number, chi_square, float(error.mean()), standard_error, cost)
+    chi_square = math.nan
+    for number in numbers:
+        head = SampledSoftmax(weight.shape[1], len(weight), sampler, number, reduction="none", prediction=prediction)
+        with torch.no_grad():
+            head.weight.copy_(weight)
+            generator = torch.Generator().manual_seed(0)
+            losses = [head(query, target, context=context, generator=generator) for _ in range(repeats)]
+            # The mean over examples of each draw: the examples of a pool do not err independently.
+            error = (torch.stack(losses) - exact).mean(dim=1)
+        if math.isnan(chi_square):
+            chi_square = _chi_square(sampler, problem, p)
+        head.reduction = "mean"
+        # A learning rate of 0 costs the same and leaves the problem as it is.
+        step = training_step(head.parameters(), lambda q, head=head: head(q, target, context=context), query, lr=0.0)
+        cost = best_of({name: step}, repeats=5)[name] / EXAMPLES * 1e6
+        standard_error = float(error.std()) / math.sqrt(repeats)
+        yield Row(prediction, name, number, chi_square, float(error.mean()), standard_error, cost)
 
 
 @torch.no_grad()

@@ -1,5 +1,22 @@
-"""Reading data into tensors of class ids."""
+"""Reading data into class ids."""
 
-from .corpus import Corpus, python_corpus
+from .interactions import Interactions, encode_interactions, read_interactions
+from .labelled import Labelled, read_labelled
+from .ragged import Ragged
+from .synth import synthesise
+from .text import encode_text, prepare_text, python_sources
+from .vocabulary import Vocabulary
 
-__all__ = ["Corpus", "python_corpus"]
+__all__ = [
+    "Interactions",
+    "Labelled",
+    "Ragged",
+    "Vocabulary",
+    "encode_interactions",
+    "encode_text",
+    "prepare_text",
+    "python_sources",
+    "read_interactions",
+    "read_labelled",
+    "synthesise",
+]

@@ -1,5 +1,8 @@
-"""Small, readable models to put the output layer on."""
+"""Small, readable models to put the output layer on; they map their inputs to hidden states."""
 
-from .language import LanguageModel
+from .classifier import BagOfFeatures
+from .full import FullSoftmax
+from .language import LSTM
+from .next_item import FeedForward, Transformer
 
-__all__ = ["LanguageModel"]
+__all__ = ["LSTM", "BagOfFeatures", "FeedForward", "FullSoftmax", "Transformer"]

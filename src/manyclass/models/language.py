@@ -1,31 +1,32 @@
-"""A recurrent language model."""
+"""The paper's language model: a regularised LSTM."""
 
 from torch import Tensor, nn
 
 State = tuple[Tensor, Tensor]
 
 
-class LanguageModel(nn.Module):
-    """Embedding → LSTM → output layer: predicts each token from those before it.
+class LSTM(nn.Module):
+    """Embedding → LSTM → hidden states, with dropout between the layers as in Zaremba et al. (2014).
 
     Args:
         num_classes: size of the vocabulary.
-        features: size of the embeddings and of the hidden state, the ``in_features`` of ``head``.
-        head: a layer that maps ``(hidden, target)`` to a loss, such as `manyclass.SampledSoftmax`.
+        features: size of the embeddings and of the hidden state.
+        layers: stacked LSTMs.
+        dropout: share of the values that are dropped before, between and after the layers.
     """
 
-    def __init__(self, num_classes: int, features: int, head: nn.Module) -> None:
+    def __init__(self, num_classes: int, features: int, layers: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
         self.embedding = nn.Embedding(num_classes, features, sparse=True)
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
-        self.lstm = nn.LSTM(features, features, batch_first=True)
-        self.head = head
+        self.lstm = nn.LSTM(features, features, layers, batch_first=True, dropout=dropout if layers > 1 else 0.0)
+        self.dropout = nn.Dropout(dropout)
 
-    def hidden(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Tokens ``(batch, time)`` → hidden states ``(batch, time, features)`` and the state to go on from."""
-        return self.lstm(self.embedding(tokens), state)
-
-    def forward(self, tokens: Tensor, target: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Loss of predicting ``target (batch, time)`` from ``tokens (batch, time)``, and the state to go on from."""
-        hidden, state = self.hidden(tokens, state)
-        return self.head(hidden, target), (state[0].detach(), state[1].detach())
+    def forward(
+        self,
+        tokens: Tensor,  # shape: (batch, time)
+        state: State | None = None,
+    ) -> tuple[Tensor, State]:
+        """Hidden states ``(batch, time, features)``, and the state to go on from, cut from the graph."""
+        hidden, (h, c) = self.lstm(self.dropout(self.embedding(tokens)), state)
+        return self.dropout(hidden), (h.detach(), c.detach())

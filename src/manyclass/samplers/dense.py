@@ -9,6 +9,10 @@ from torch import Tensor
 from .. import checks, functional, kernels
 from .base import Sampler
 
+# Classes that are scored at once in a draw, over all its examples: what a core's cache holds. Larger parts take up to
+# three times as long, most of it for fresh memory.
+CACHED = 1 << 18
+
 
 class Dense(Sampler):
     """q_i ∝ exp(log_mass(⟨h, w_i⟩ + b_i)) over a copy of the class weights that `update` brings up to date.
@@ -71,34 +75,47 @@ class Dense(Sampler):
             raise ValueError(f"{type(self).__name__} has seen no class weights yet: call update(weight) first")
         return super()._flatten(query, exclude, context)
 
-    def _log_probs(self, query: Tensor, exclude: Tensor | None) -> Tensor:
-        """Log q of all classes, shape ``(batch, num_classes)``, float64."""
+    def _log_masses(self, query: Tensor, exclude: Tensor | None) -> Tensor:
+        """Unnormalised log q of all classes, shape ``(batch, num_classes)``, float64."""
         logits = F.linear(query.to(self.weight.dtype), self.weight, self.bias if len(self.bias) else None)
         log_mass = self.log_mass(logits.double())
-        if exclude is not None:
-            # In the log domain and before normalising: the rest keeps its precision however large the positive is.
-            log_mass = log_mass.scatter(-1, exclude.unsqueeze(-1), -torch.inf)
-        total = log_mass.logsumexp(dim=-1, keepdim=True)
-        if not bool(torch.isfinite(total).all()):
+        # In the log domain and before normalising: the rest keeps its precision however large the positive is.
+        return log_mass if exclude is None else log_mass.scatter(-1, exclude.unsqueeze(-1), -torch.inf)
+
+    def _masses(self, query: Tensor, exclude: Tensor | None) -> Tensor:
+        """Unnormalised q of all classes, each example in a scale of its own, shape ``(batch, num_classes)``."""
+        log_mass = self._log_masses(query, exclude)
+        return log_mass.sub_(log_mass.amax(dim=-1, keepdim=True)).exp_()
+
+    def _check_total(self, total: Tensor, valid: Tensor) -> None:
+        if not bool(valid.all()):
             raise ValueError(
                 f"{type(self).__name__} has no probabilities: the logits' total mass is {float(total.sum())}; "
                 "class weights must be finite and some class must have mass"
             )
-        return log_mass - total
 
     def _draw(self, query, uniform, exclude, context):
+        size = max(1, CACHED // self.num_classes)
+        positives = [None] * len(query.split(size)) if exclude is None else exclude.split(size)
         results = []
-        for part, numbers, positive in self._chunks(self.num_classes, query, uniform, exclude):
-            log_q = self._log_probs(part, positive)
-            cumulative = log_q.exp().cumsum(dim=-1)
-            ids = torch.searchsorted(cumulative, numbers[..., 0] * cumulative[:, -1:], right=True)
-            results.append((ids, log_q.gather(-1, ids)))
+        for part, numbers, positive in zip(query.split(size), uniform.split(size), positives, strict=True):
+            mass = self._masses(part, positive)
+            cumulative = mass.cumsum(dim=-1)
+            total = cumulative[:, -1:]
+            self._check_total(total, torch.isfinite(total) & (total > 0))
+            ids = torch.searchsorted(cumulative, numbers[..., 0] * total, right=True)
+            results.append((ids, mass.gather(-1, ids).log() - total.log()))
         ids, log_prob = zip(*results, strict=True)
         return torch.cat(ids), torch.cat(log_prob)
 
     def _log_prob(self, query, ids, exclude, context):
-        chunks = self._chunks(self.num_classes, query, ids, exclude)
-        return torch.cat([self._log_probs(part, positive).gather(-1, chunk) for part, chunk, positive in chunks])
+        found = []
+        for part, chunk, positive in self._chunks(self.num_classes, query, ids, exclude):
+            log_mass = self._log_masses(part, positive)
+            total = log_mass.logsumexp(dim=-1, keepdim=True)
+            self._check_total(total, torch.isfinite(total))
+            found.append(log_mass.gather(-1, chunk) - total)
+        return torch.cat(found)
 
 
 class Softmax(Dense):
@@ -129,10 +146,19 @@ class Kernel(Dense):
 
     def log_mass(self, logits: Tensor) -> Tensor:
         """``ln K``."""
+        return self._value(logits).log()
+
+    def _value(self, logits: Tensor) -> Tensor:
         value = self.kernel.value(logits)
         if bool((value < 0).any()):
             raise ValueError(f"kernel must not be negative, got {float(value.min())} from {self.kernel!r}")
-        return value.log()
+        return value
+
+    def _masses(self, query: Tensor, exclude: Tensor | None) -> Tensor:
+        """The kernel itself; no logarithms on the way."""
+        logits = F.linear(query.to(self.weight.dtype), self.weight, self.bias if len(self.bias) else None)
+        value = self._value(logits.double())
+        return value if exclude is None else value.scatter(-1, exclude.unsqueeze(-1), 0.0)
 
     def extra_repr(self) -> str:
         """Show the kernel."""

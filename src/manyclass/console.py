@@ -1,0 +1,103 @@
+"""What people see while they wait, and how they stop it."""
+
+import math
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from . import training
+from .run import Metrics
+from .settings import Settings
+from .tasks import Task
+
+
+def start(out: Path, threads: int | None) -> Console:
+    """Make the folder ``out`` and set the number of threads."""
+    out.mkdir(parents=True, exist_ok=True)  # first, so that a bad path does not cost the work
+    if threads is not None:
+        torch.set_num_threads(threads)
+    torch.sparse.check_sparse_tensor_invariants.disable()  # else torch warns that this is its default
+    return Console()
+
+
+class Bar:
+    """The progress bar of a run; Ctrl-C stops the run after its step, a second one at once.
+
+    Args:
+        progress: where the bar is shown.
+        name: what is written before it.
+    """
+
+    def __init__(self, progress: Progress, name: str) -> None:
+        self.progress, self.name = progress, name
+        self.bar: Any = None
+        self.wanted = False
+
+    def step(self, step: int, steps: int, last: Metrics) -> None:
+        """Move the bar."""
+        if self.bar is None:
+            self.bar = self.progress.add_task(self.name, total=steps, loss=math.nan)
+        self.progress.update(self.bar, completed=step, loss=last.heldout_loss)
+
+    def stopped(self) -> bool:
+        """Whether a signal has come."""
+        return self.wanted
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take Ctrl-C and termination as a wish to stop."""
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            self.wanted = True
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def prepare(name: str, settings: Settings, console: Console) -> Task[Any]:
+    """Read the data of a run, with a progress bar that counts megabytes."""
+    columns = [SpinnerColumn(), "reading", TextColumn("{task.fields[read]:.1f} MB"), TimeElapsedColumn()]
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar, read = progress.add_task("reading", total=None, read=0.0), 0
+
+        def advance(count: int) -> None:
+            nonlocal read
+            read += count
+            progress.update(bar, read=read / 1e6)
+
+        return training.prepare(name, settings, advance)
+
+
+@contextmanager
+def progress_bars(console: Console) -> Iterator[Progress]:
+    """Bars for runs, with the last held-out loss."""
+    columns = ["{task.description:<12}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
+    with Progress(*columns, TextColumn("held-out loss {task.fields[loss]:.3f}"), console=console) as progress:
+        yield progress
+
+
+def train(task: Task[Any], progress: Progress, name: str) -> tuple[list[Metrics], bool]:
+    """Train with a bar; returns the evaluations, and whether the run was stopped before its end."""
+    bar = Bar(progress, name)
+    with bar.listening():
+        return training.train(task, bar), bar.wanted

@@ -1,0 +1,72 @@
+"""Rows of different lengths in two flat arrays."""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..atomic import replacing
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Row ``i`` is ``values[offsets[i]:offsets[i + 1]]``."""
+
+    #: All rows, one after the other.
+    values: np.ndarray
+    #: Shape ``(rows + 1,)``, int64; starts with 0 and ends with ``len(values)``.
+    offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def row(self, index: int) -> np.ndarray:
+        """One row, without a copy."""
+        return self.values[self.offsets[index] : self.offsets[index + 1]]
+
+    def lengths(self) -> np.ndarray:
+        """The length of each row, shape ``(rows,)``."""
+        return np.diff(self.offsets)
+
+    def padded(self, rows: np.ndarray, length: int, fill: int) -> np.ndarray:
+        """The last ``length`` values of each of ``rows``, with ``fill`` on the left; shape ``(len(rows), length)``."""
+        index = self.offsets[rows + 1][:, None] - np.arange(length, 0, -1)
+        inside = index >= self.offsets[rows][:, None]
+        out = np.full(index.shape, fill, dtype=self.values.dtype)
+        out[inside] = self.values[index[inside]]
+        return out
+
+    def keep(self, values: np.ndarray) -> "Ragged":
+        """Only the values where the mask ``values`` is true; a row may become empty, none disappears."""
+        kept = np.concatenate(([0], np.cumsum(values, dtype=np.int64)))
+        return Ragged(self.values[values], kept[self.offsets])
+
+    def save(self, folder: Path, name: str) -> None:
+        """Write ``{name}.values.npy`` and ``{name}.offsets.npy``, each whole or not at all."""
+        for part, content in (("values", self.values), ("offsets", self.offsets)):
+            with replacing(folder / f"{name}.{part}.npy") as temporary, temporary.open("wb") as file:
+                np.save(file, content)
+
+    @classmethod
+    def load(cls, folder: Path, name: str) -> "Ragged":
+        """Map into memory what :meth:`save` wrote."""
+        loaded = cls(*(np.load(folder / f"{name}.{part}.npy", mmap_mode="r") for part in ("values", "offsets")))
+        if len(loaded.offsets) == 0 or loaded.offsets[-1] != len(loaded.values):
+            raise ValueError(f"{folder / name}: the offsets do not fit the values")
+        return loaded
+
+    @classmethod
+    def from_lengths(cls, values: np.ndarray, lengths: np.ndarray) -> "Ragged":
+        """Cut ``values`` into rows of the given lengths."""
+        return cls(values, np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))))
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Sequence[int]]) -> "Ragged":
+        """Put rows of integers together, as int32."""
+        values, lengths = array("i"), array("q")
+        for row in rows:
+            values.extend(row)
+            lengths.append(len(row))
+        return cls.from_lengths(np.array(values, dtype=np.int32), np.array(lengths, dtype=np.int64))

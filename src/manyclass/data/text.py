@@ -1,0 +1,132 @@
+"""Text as a sequence of class ids on disk."""
+
+import re
+import sysconfig
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from ..atomic import replacing
+from ..checks import one_of, positive_int
+from .files import Advance, ignore, read_pieces
+from .vocabulary import Vocabulary, inverse, ranking
+
+#: How text becomes words: ``words`` are runs of letters and digits, and single symbols; ``blanks`` splits at white
+#: space and puts ``<eos>`` at the end of every line that is not blank.
+SPLITS = ("words", "blanks")
+RARE, EOS = "<rare>", "<eos>"
+#: Token ids that are held at once.
+CHUNK = 1 << 20
+WORD = re.compile(r"\w+|[^\w\s]")
+_LINE_ENDS = re.compile(r"\n\s*")
+
+
+def prepare_text(
+    files: Sequence[Path],
+    tokens: Path,
+    *,
+    min_count: int = 2,
+    split: str = "words",
+    advance: Advance = ignore,
+) -> Vocabulary:
+    """Write the class ids of a text to ``tokens``, an int32 ``.npy`` file of shape ``(length,)``.
+
+    Class 0 is ``<rare>``: all words seen less than ``min_count`` times. The others are numbered by falling count,
+    equal counts by first sight. The text is read once; memory: the vocabulary and a piece of the text.
+    """
+    positive_int("min_count", min_count)
+    ids: defaultdict[str, int] = defaultdict()
+    ids.default_factory = ids.__len__  # a new word gets the next id
+    ids[RARE] = 0
+    counts = np.zeros(1, dtype=np.int64)
+    with _provisional(tokens) as raw:
+        for words in _split(files, split, advance):
+            numbers = np.fromiter(map(ids.__getitem__, words), dtype=np.int32, count=len(words))
+            raw.write(numbers.tobytes())
+            more = np.bincount(numbers, minlength=len(ids))
+            more[: len(counts)] += counts
+            counts = more
+        names = ", ".join(map(str, files))
+        if not counts.any():
+            raise ValueError(f"{names}: no words")
+        total, counts[0] = counts.sum(), 0
+        order = np.concatenate(([0], ranking(counts, min_count)))
+        counts = counts[order]
+        counts[0] = total - counts.sum()
+        if np.count_nonzero(counts) < 2:
+            raise ValueError(f"{names}: only one class in the text: too few words occur min_count={min_count} times")
+        _write_ids(raw, tokens, inverse(order, len(ids), missing=0))
+    words = list(ids)
+    return Vocabulary([words[index] for index in order], counts)
+
+
+def encode_text(
+    files: Sequence[Path],
+    tokens: Path,
+    vocabulary: Vocabulary,
+    *,
+    split: str = "words",
+    advance: Advance = ignore,
+) -> None:
+    """Write the class ids of a text as :func:`prepare_text` does, with its vocabulary; unknown words are class 0."""
+    ids = vocabulary.ids()
+    with _provisional(tokens) as raw:
+        for words in _split(files, split, advance):
+            numbers = np.fromiter((ids.get(word, 0) for word in words), dtype=np.int32, count=len(words))
+            raw.write(numbers.tobytes())
+        if not raw.tell():
+            raise ValueError(f"{', '.join(map(str, files))}: no words")
+        _write_ids(raw, tokens, np.arange(len(ids), dtype=np.int32))
+
+
+def _split(files: Sequence[Path], split: str, advance: Advance) -> Iterator[list[str]]:
+    one_of("split", split, SPLITS)
+    for file in files:
+        words = []
+        for text in read_pieces(file, advance):
+            words = WORD.findall(text) if split == "words" else _LINE_ENDS.sub(f" {EOS} ", text).split()
+            yield words
+        if words and split == "blanks":
+            yield [EOS]
+
+
+@contextmanager
+def _provisional(tokens: Path) -> Iterator[BinaryIO]:
+    """A file beside ``tokens`` that is gone afterwards."""
+    path = tokens.with_name(f".{tokens.name}.provisional")
+    try:
+        with path.open("w+b") as file:
+            yield file
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _write_ids(raw: BinaryIO, tokens: Path, classes: np.ndarray) -> None:
+    """Copy int32 ids from ``raw``, each replaced by its entry in ``classes``, to a ``.npy`` file."""
+    header = {"descr": "<i4", "fortran_order": False, "shape": (raw.tell() // 4,)}
+    raw.seek(0)
+    with replacing(tokens) as temporary, temporary.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        while data := raw.read(4 * CHUNK):
+            file.write(classes[np.frombuffer(data, dtype=np.int32)].tobytes())
+
+
+def python_sources() -> Iterator[Path]:
+    """The source files of the running Python's standard library, in a fixed order that mixes its parts."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(path for path in root.rglob("*.py") if "site-packages" not in path.parts)
+    # A part of the library at the end would be unlike all the rest: deal the files out like cards.
+    return (path for start in range(37) for path in files[start::37] if _is_utf8(path))
+
+
+def _is_utf8(path: Path) -> bool:
+    """Python's own tests have sources that are broken on purpose."""
+    try:
+        path.read_bytes().decode()
+    except UnicodeDecodeError:
+        return False
+    return True

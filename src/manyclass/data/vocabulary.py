@@ -1,0 +1,50 @@
+"""The names of the classes."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+from ..atomic import replacing
+
+
+class Vocabulary(NamedTuple):
+    """What the classes are called, and how often each occurs in the training data."""
+
+    names: list[str]
+    #: Shape ``(num_classes,)``, int64.
+    counts: np.ndarray
+
+    def ids(self) -> dict[str, int]:
+        """The class of each name."""
+        return {name: index for index, name in enumerate(self.names)}
+
+    def write(self, file: Path) -> None:
+        """Write a parquet file with the columns ``name`` and ``count``, whole or not at all."""
+        frame = pl.DataFrame({"name": pl.Series(self.names, dtype=pl.String), "count": self.counts})
+        with replacing(file) as temporary:
+            frame.write_parquet(temporary)
+
+    @classmethod
+    def read(cls, file: Path) -> "Vocabulary":
+        """Read what :meth:`write` wrote."""
+        with file.open("rb") as source:
+            try:
+                frame = pl.read_parquet(source, columns=["name", "count"])
+            except pl.exceptions.PolarsError as error:
+                raise ValueError(f"{file}: not a vocabulary: {str(error).splitlines()[0]}") from None
+        return cls(frame["name"].to_list(), frame["count"].to_numpy().astype(np.int64))
+
+
+def ranking(counts: np.ndarray, min_count: int) -> np.ndarray:
+    """Indices by falling count, equal counts by index; those that count less than ``min_count`` are left out."""
+    order = np.argsort(-counts, kind="stable")
+    return order[: np.count_nonzero(counts >= min_count)]
+
+
+def inverse(order: np.ndarray, size: int, missing: int) -> np.ndarray:
+    """The position of each of ``0 … size - 1`` in ``order``, or ``missing``; shape ``(size,)``, int32."""
+    position = np.full(size, missing, dtype=np.int32)
+    position[order] = np.arange(len(order), dtype=np.int32)
+    return position

@@ -1,0 +1,181 @@
+"""The figures of the paper, from the curves of `manyclass reproduce`."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .reproduce import DATASETS, FULL, POOLED, Curve
+
+# Okabe and Ito's colours, told apart by colour-blind people, too.
+STYLES = {
+    "uniform": ("#999999", "o"),
+    "unigram": ("#E69F00", "s"),
+    "bigram": ("#CC79A7", "D"),
+    "quadratic": ("#0072B2", "^"),
+    "quartic": ("#56B4E9", "v"),
+    "softmax": ("#000000", "x"),
+    "blocks": ("#009E73", "P"),
+    POOLED: ("#D55E00", "*"),
+}
+BASELINES = {"softmax": ("full softmax", "--"), "absolute": ("full softmax, absolute", ":")}
+AXES = {"epoch": "epochs", "seconds": "training time (seconds, 1 thread)"}
+SHADES = "viridis"
+
+
+def draw(figure: str, curves: Sequence[Curve], out: Path, note: str) -> list[Path]:
+    """Draw ``bias``, ``samples`` or ``distributions``; the latter two for each data set, against epochs and time."""
+    if figure == "bias":
+        bias(curves, out / "bias.png", note)
+        return [out / "bias.png"]
+    files = []
+    for name in _datasets(curves):
+        for against, suffix in (("epoch", ""), ("seconds", "-time")):
+            files.append(out / f"{figure}-{name}{suffix}.png")
+            own = [curve for curve in curves if curve.point.dataset == name]
+            {"samples": samples, "distributions": distributions}[figure](own, files[-1], note, against)
+    return files
+
+
+def bias(curves: Sequence[Curve], file: Path, note: str) -> None:
+    """Figure 2: final quality against the number of negatives, one panel per data set."""
+    names = _datasets(curves)
+    figure, panels = _figure(1, len(names), note)
+    for name, axes in zip(names, panels, strict=True):
+        own = [curve for curve in curves if curve.point.dataset == name]
+        for sampler, (colour, marker) in STYLES.items():
+            line = _mean(own, sampler)
+            if line:
+                numbers, finals = zip(*sorted(line.items()), strict=True)
+                axes.plot(numbers, finals, marker=marker, color=colour, label=sampler)
+        for prediction, (label, dashes) in BASELINES.items():
+            finals = [_final(curve) for curve in own if curve.point[1:3] == (FULL, prediction)]
+            if finals:
+                axes.axhline(sum(finals) / len(finals), color="#444444", linestyle=dashes, label=label)
+        numbers = sorted({curve.point.negatives for curve in own if curve.point.negatives})
+        axes.set(xscale="log", xlabel="negatives that an example sees, m", title=_title(name), ylabel=_quality(name))
+        axes.set_xticks(numbers, [str(number) for number in numbers])
+        _quality_axis(axes, name)
+    panels[0].legend(fontsize="small")
+    figure.savefig(file, dpi=110)
+
+
+def samples(curves: Sequence[Curve], file: Path, note: str, against: str = "epoch") -> None:
+    """Figure 3 and its appendix: convergence for varying numbers of negatives, one panel per sampler."""
+    name = curves[0].point.dataset
+    found = [sampler for sampler in STYLES if any(curve.point.sampler == sampler for curve in curves)]
+    columns = 4 if len(found) > 5 else len(found)
+    figure, panels = _figure(math.ceil(len(found) / columns), columns, note)
+    numbers = sorted({curve.point.negatives for curve in curves if curve.point.negatives})
+    shade = _shades(len(numbers))
+    for sampler, axes in zip(found, panels, strict=False):
+        own = [curve for curve in curves if curve.point.sampler == sampler and curve.point.seed == 0]
+        for curve in own:
+            colour = shade(numbers.index(curve.point.negatives or 0))
+            _draw(axes, curve, against, color=colour, marker=".", label=f"m = {curve.point.negatives}")
+        prediction = own[0].point.prediction
+        _baselines(axes, curves, against, (prediction,))
+        axes.set(title=f"{_title(name)}: {sampler}", xlabel=AXES[against], ylabel=_quality(name))
+        axes.legend(fontsize="small")
+    _finish(figure, panels, len(found), curves, name, file)
+
+
+def distributions(curves: Sequence[Curve], file: Path, note: str, against: str = "epoch") -> None:
+    """Figure 4 and its appendix: convergence of the samplers at a fixed number of negatives, one panel per number."""
+    name = curves[0].point.dataset
+    fixed = DATASETS[name].fixed
+    figure, panels = _figure(1, len(fixed), note)
+    for number, axes in zip(fixed, panels, strict=True):
+        for sampler, (colour, marker) in STYLES.items():
+            for curve in curves:
+                if curve.point.sampler == sampler and curve.point.negatives == number and curve.point.seed == 0:
+                    _draw(axes, curve, against, color=colour, marker=marker, markersize=4, label=sampler)
+        pools = [curve for curve in curves if curve.point.sampler == POOLED and curve.point.seed == 0]
+        if pools:
+            label = f"blocks, a pool of {pools[-1].point.negatives}"
+            colour, marker = STYLES[POOLED]
+            _draw(axes, pools[-1], against, color=colour, marker=marker, label=label)
+        _baselines(axes, curves, against, tuple(BASELINES))
+        axes.set(title=f"{_title(name)}: m = {number}", xlabel=AXES[against], ylabel=_quality(name))
+    panels[0].legend(fontsize="small")
+    _finish(figure, panels, len(fixed), curves, name, file)
+
+
+def _figure(rows: int, columns: int, note: str) -> tuple[Any, list[Any]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * columns, 3.9 * rows + 0.4), layout="constrained")
+    figure.suptitle(note, fontsize="small", color="#555555")
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
+
+
+def _finish(figure: Any, panels: list[Any], used: int, curves: Sequence[Curve], name: str, file: Path) -> None:
+    """The same range in all panels: from the best loss to a little above the worst final one."""
+    finals = [_final(curve) for curve in curves if math.isfinite(_final(curve))]
+    low, high = min(finals), max(finals)
+    for axes in panels[:used]:
+        _quality_axis(axes, name)
+        axes.set_ylim(low * 0.9 if DATASETS[name].perplexity else low - 0.05 * (high - low), high * 1.25)
+    for axes in panels[used:]:
+        axes.remove()
+    figure.savefig(file, dpi=110)
+
+
+def _draw(axes: Any, curve: Curve, against: str, **style: Any) -> None:
+    rows = [row for row in curve.rows if row.step > 0]
+    scale = _scale(curve.point.dataset)
+    axes.plot([getattr(row, against) for row in rows], [scale(row.heldout_loss) for row in rows], **style)
+
+
+def _baselines(axes: Any, curves: Sequence[Curve], against: str, predictions: tuple[str, ...]) -> None:
+    for curve in curves:
+        point = curve.point
+        if point.sampler == FULL and point.prediction in predictions and point.seed == 0:
+            label, dashes = BASELINES[point.prediction]
+            _draw(axes, curve, against, color="#444444", linestyle=dashes, label=label)
+
+
+def _mean(curves: Sequence[Curve], sampler: str) -> dict[int, float]:
+    """Mean final quality over seeds, for each number of negatives."""
+    finals: dict[int, list[float]] = {}
+    for curve in curves:
+        if curve.point.sampler == sampler and curve.point.negatives:
+            finals.setdefault(curve.point.negatives, []).append(_final(curve))
+    return {number: sum(values) / len(values) for number, values in finals.items()}
+
+
+def _final(curve: Curve) -> float:
+    return _scale(curve.point.dataset)(curve.rows[-1].heldout_loss)
+
+
+def _scale(dataset: str) -> Callable[[float], float]:
+    return (lambda loss: math.exp(min(loss, 50))) if DATASETS[dataset].perplexity else (lambda loss: loss)
+
+
+def _quality(dataset: str) -> str:
+    return "held-out perplexity" if DATASETS[dataset].perplexity else "held-out cross entropy (nats)"
+
+
+def _quality_axis(axes: Any, dataset: str) -> None:
+    from matplotlib.ticker import ScalarFormatter
+
+    axes.grid(alpha=0.3, which="both")
+    if DATASETS[dataset].perplexity:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(ScalarFormatter())
+
+
+def _title(dataset: str) -> str:
+    return DATASETS[dataset].title
+
+
+def _datasets(curves: Sequence[Curve]) -> list[str]:
+    return [name for name in DATASETS if any(curve.point.dataset == name for curve in curves)]
+
+
+def _shades(count: int) -> Callable[[int], Any]:
+    from matplotlib import colormaps
+
+    colours = colormaps[SHADES]
+    return lambda index: colours(0.9 * index / max(1, count - 1))

@@ -1,0 +1,319 @@
+"""Trained runs side by side: a table for the terminal, a plot, and one HTML page."""
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from . import page
+from .atomic import replacing
+
+COLUMNS = ("step", "epoch", "seconds", "lr", "train_loss", "heldout_loss", "bias", "num_samples")
+CONFIG = {"task": str, "num_classes": int, "settings": dict}
+TASKS = {"lm": "Language model", "next-item": "Next item", "classify": "Classification"}
+TITLE = "Held-out loss is always that of the full softmax"
+STEPS, SECONDS = "training steps", "training time (seconds)"
+LOSS = "held-out loss under the full softmax (nats)"
+NONE = "–"
+DIVERGED = "diverged"
+
+# As the shapes of `page`.
+MARKERS = ("o", "s", "^", "D", "v", "P")
+
+
+@dataclass
+class Run:
+    """What a run directory holds.
+
+    Attributes:
+        folder: the directory, absolute.
+        config: ``config.json``.
+        rows: ``metrics.csv``, one dict per evaluation; empty cells are nan.
+        evaluation: ``evaluation.json``, or None.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    rows: list[dict[str, float]]
+    evaluation: dict[str, Any] | None
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.folder.name
+
+    @property
+    def task(self) -> str:
+        """``"lm"``, ``"next-item"`` or ``"classify"``."""
+        return self.config["task"]
+
+    @property
+    def sampler(self) -> str:
+        """The sampler's name, or ``"full"``."""
+        return self.config["settings"]["sampler"]
+
+    @property
+    def loss(self) -> float:
+        """Held-out loss at the end, in nats."""
+        return self.rows[-1]["heldout_loss"]
+
+    @property
+    def steps_per_second(self) -> float:
+        """Training steps per second, or nan before the first step."""
+        last = self.rows[-1]
+        return last["step"] / last["seconds"] if last["step"] > 0 < last["seconds"] else math.nan
+
+    def column(self, name: str) -> list[float]:
+        """One column of ``metrics.csv``."""
+        return [row[name] for row in self.rows]
+
+
+def load(folder: Path) -> Run:
+    """Read a run directory; an error names the file and says what is wrong with it."""
+    folder = folder.resolve()
+    config = _load_json(folder / "config.json")
+    for key, kind in CONFIG.items():
+        if not isinstance(config.get(key), kind):
+            raise ValueError(f"{folder / 'config.json'}: {key!r} must be of type {kind.__name__}")
+    if not isinstance(config["settings"].get("sampler"), str):
+        raise ValueError(f"{folder / 'config.json'}: 'settings' must name the 'sampler'")
+    rows = _load_metrics(folder / "metrics.csv")
+    evaluation = folder / "evaluation.json"
+    return Run(folder, config, rows, _load_json(evaluation) if evaluation.exists() else None)
+
+
+def _load_json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: must hold an object, not {type(found).__name__}")
+    return found
+
+
+def _load_metrics(file: Path) -> list[dict[str, float]]:
+    rows: list[dict[str, float]] = []
+    with file.open(newline="", encoding="utf-8") as handle:
+        reader = csv.DictReader(handle)
+        try:
+            missing = [column for column in COLUMNS if column not in (reader.fieldnames or COLUMNS)]
+            if missing:
+                raise ValueError(f"lacks the column {', '.join(missing)}")
+            for row in reader:
+                if None in row.values():
+                    raise ValueError(f"line {reader.line_num} is cut short")
+                rows.append({column: float(row[column] or "nan") for column in COLUMNS})
+                if not (math.isfinite(rows[-1]["step"]) and math.isfinite(rows[-1]["seconds"])):
+                    raise ValueError(f"line {reader.line_num} lacks the step or the seconds")
+        except (ValueError, csv.Error) as error:
+            raise ValueError(f"{file}: {error}") from error
+    if not rows:
+        raise ValueError(f"{file}: has no rows yet")
+    return rows
+
+
+def table(runs: Sequence[Run]) -> Table:
+    """The runs' losses and speeds, for the terminal."""
+    header, rows = _summary(runs)
+    result = Table(title=TITLE, caption=_caveat(runs))
+    for index, column in enumerate(header):
+        result.add_column(column, justify="left" if index < 2 else "right", overflow="fold")
+    for row in rows:
+        result.add_row(*map(Text, row))  # not plain strings: a folder may be called [red]
+    return result
+
+
+def plot(runs: Sequence[Run], file: Path) -> None:
+    """Draw the held-out loss against steps and against training time, as a PNG."""
+    from matplotlib.figure import Figure
+
+    names = [name if len(name) < 60 else f"{name[:28]}…{name[-28:]}" for name in _legend(runs)]
+    columns = max(1, min(len(runs), 120 // (max(map(len, names)) + 8)))
+    legend_height = 0.2 * math.ceil(len(runs) / columns)
+    figure = Figure(figsize=(10, 4.2 + legend_height), layout="constrained")
+    by_step, by_time = figure.subplots(1, 2, sharey=True)
+    handles = []
+    for index, run in enumerate(runs):
+        style: dict[str, Any] = {
+            "color": page.COLOURS[index % len(page.COLOURS)],
+            "marker": MARKERS[index % len(MARKERS)],
+            "markevery": page.marker_stride(len(run.rows)),
+            "dashes": page.DASHES[index // len(page.COLOURS) % len(page.DASHES)] or (None, None),
+        }
+        handles += by_step.plot(run.column("step"), run.column("heldout_loss"), **style)
+        by_time.plot(run.column("seconds"), run.column("heldout_loss"), **style)
+    by_step.set(xlabel=STEPS, ylabel=LOSS, ylim=_loss_limits(runs))
+    by_time.set(xlabel=SECONDS)
+    for axes in (by_step, by_time):
+        axes.grid(alpha=0.3)
+    labels = [name.replace("$", r"\$") for name in names]  # a dollar would begin a formula
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+    figure.suptitle(_title(runs))
+    with replacing(file) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")
+
+
+def write(runs: Sequence[Run], file: Path) -> None:
+    """Write one HTML page that needs nothing else: table, curves, evaluations, settings."""
+    names = _labels(runs)
+    title, caveat = _title(runs), _caveat(runs)
+    parts = [
+        page.element("h1", title),
+        page.element("p", caveat, class_="warning") if caveat else page.element("p", _lowest(runs)),
+        page.element("h2", f"{len(runs)} runs" if len(runs) > 1 else "Run"),
+        page.element("p", f"{TITLE}."),
+        page.table(*_summary(runs)),
+        page.element("h2", "Curves"),
+        _curves(runs),
+    ]
+    metrics = _keys(run.evaluation or {} for run in runs)
+    if metrics:
+        evaluated = [(name, run) for name, run in zip(names, runs, strict=True) if run.evaluation is not None]
+        rows = [[name, *(_metric(run, metric) for metric in metrics)] for name, run in evaluated]
+        parts += [page.element("h2", "Evaluation"), page.table(["run", *metrics], rows)]
+    parts.append(page.element("h2", "Settings"))
+    if len(runs) > 1:
+        parts.append(
+            page.element("p", "Rows with a ● differ between the runs; in the others one value stands for all.")
+        )
+    parts.append(page.comparison(names, _side_by_side([run.config["settings"] for run in runs])))
+    rest = [{key: value for key, value in run.config.items() if key != "settings"} for run in runs]
+    parts += [page.element("h2", "What was run"), page.comparison(names, _side_by_side(rest))]
+    with replacing(file) as temporary:
+        temporary.write_text(page.document(title, parts), encoding="utf-8")
+
+
+def _curves(runs: Sequence[Run]) -> str:
+    names, losses, loss_limits = _legend(runs), [run.column("heldout_loss") for run in runs], _loss_limits(runs)
+    steps, seconds = [run.column("step") for run in runs], [run.column("seconds") for run in runs]
+    charts = [
+        page.chart(STEPS, LOSS, names, list(zip(steps, losses, strict=True)), loss_limits),
+        page.chart(SECONDS, LOSS, names, list(zip(seconds, losses, strict=True)), loss_limits),
+    ]
+    biases = [run.column("bias") for run in runs]
+    known = [bias for column in biases for bias in column if math.isfinite(bias)]
+    if known:
+        curves = list(zip(steps, biases, strict=True))
+        charts.append(page.chart(STEPS, "estimated bias of log Z (nats)", names, curves, page.limits([0.0, *known])))
+    return page.legend(names) + '<div class="charts">\n' + "\n".join(charts) + "\n</div>"
+
+
+def _loss_limits(runs: Sequence[Run]) -> tuple[float, float]:
+    """All losses, except that those far above the start, of runs about to diverge, do not squeeze the others."""
+    first = [run.rows[0]["heldout_loss"] for run in runs if math.isfinite(run.rows[0]["heldout_loss"])]
+    losses = [loss for run in runs for loss in run.column("heldout_loss")]
+    return page.limits(losses, 1.2 * max(first) if first else math.inf)
+
+
+def _side_by_side(dicts: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+    return {key: [_shown(one.get(key)) for one in dicts] for key in _keys(dicts)}
+
+
+def _labels(runs: Sequence[Run]) -> list[str]:
+    """A name for each run: as much of the end of its path as tells the runs apart."""
+    if not runs:
+        raise ValueError("there are no runs to report")
+    names = [run.name for run in runs]
+    for depth in range(2, max(len(run.folder.parts) for run in runs) + 1):
+        names = [
+            str(Path(*run.folder.parts[-depth:])) if names.count(name) > 1 else name
+            for name, run in zip(names, runs, strict=True)
+        ]
+    return names
+
+
+def _legend(runs: Sequence[Run]) -> list[str]:
+    """The runs' names for curves: says if a run diverged, since its curve may not show it."""
+    pairs = zip(_labels(runs), runs, strict=True)
+    return [name if math.isfinite(run.loss) else f"{name} ({DIVERGED})" for name, run in pairs]
+
+
+def _title(runs: Sequence[Run]) -> str:
+    sizes = sorted({run.config["num_classes"] for run in runs})
+    classes = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+    tasks = {TASKS.get(run.task, "Training") for run in runs}
+    return f"{tasks.pop() if len(tasks) == 1 else 'Training'} over {classes} classes"
+
+
+def _caveat(runs: Sequence[Run]) -> str | None:
+    """Why the losses of the runs do not compare, if so."""
+    kinds = {"task": "tasks", "num_classes": "numbers of classes", "heldout_examples": "held-out data"}
+    for key, what in kinds.items():
+        if len({run.config.get(key) for run in runs}) > 1:
+            return f"The runs have different {what}: their losses do not compare."
+    return None
+
+
+def _lowest(runs: Sequence[Run]) -> str:
+    """One sentence on the best run."""
+    good = [(run.loss, name, run) for name, run in zip(_labels(runs), runs, strict=True) if math.isfinite(run.loss)]
+    if not good:
+        return "Every run diverged." if len(runs) > 1 else "The run diverged."
+    loss, name, run = min(good, key=lambda one: one[0])
+    steps = f"{run.rows[-1]['step']:,.0f} steps, {run.rows[-1]['seconds']:,.1f} seconds of training"
+    which = f"Lowest held-out loss at the end: {name}," if len(runs) > 1 else "Held-out loss at the end:"
+    return f"{which} {loss:.3f} nats after {steps}."
+
+
+def _summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the main table; columns that no run fills are left out."""
+    full = next((run.steps_per_second for run in runs if run.sampler == "full"), math.nan)
+    metrics = _keys(run.evaluation or {} for run in runs if run.task != "lm")
+    columns: dict[str, Callable[[Run], str]] = {
+        "output layer": lambda run: "full softmax" if run.sampler == "full" else run.sampler,
+        "negatives": _negatives,
+        "loss (nats)": lambda run: f"{run.loss:.3f}" if math.isfinite(run.loss) else DIVERGED,
+        "perplexity": lambda run: _number(_perplexity(run.loss)) if run.task == "lm" else NONE,
+    }
+    for metric in metrics:
+        if metric not in ("step", "examples", "loss", "perplexity"):
+            columns[metric] = lambda run, metric=metric: _metric(run, metric)
+    columns["steps/s"] = lambda run: _number(run.steps_per_second)
+    columns["speed-up"] = lambda run: NONE if math.isnan(s := run.steps_per_second / full) else f"{s:.1f}×"
+    cells = {header: [cell(run) for run in runs] for header, cell in columns.items()}
+    kept = {"run": _labels(runs)} | {header: column for header, column in cells.items() if set(column) != {NONE}}
+    return list(kept), [list(row) for row in zip(*kept.values(), strict=True)]
+
+
+def _negatives(run: Run) -> str:
+    """How many negatives a step has at the end, and who uses them."""
+    if run.sampler == "full":
+        return "all"
+    settings = run.config["settings"]
+    number = run.rows[-1]["num_samples"]
+    scope = settings.get("scope") or ("batch" if run.sampler == "blocks" else "example")
+    return NONE if math.isnan(number) else f"{number:.0f} {'shared' if scope == 'batch' else 'each'}"
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.nan
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return NONE
+    return f"{value:,.0f}" if 100 <= abs(value) < 1e7 else f"{value:.3g}"
+
+
+def _shown(value: Any) -> str:
+    """A setting for people, exact: two settings that differ look different."""
+    if value is None:
+        return NONE
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _metric(run: Run, name: str) -> str:
+    value = (run.evaluation or {}).get(name)
+    return f"{value:.4g}" if isinstance(value, float) else _shown(value)
+
+
+def _keys(dicts: Iterable[dict[str, Any]]) -> list[str]:
+    """All keys, in the order in which they appear first."""
+    return list(dict.fromkeys(key for one in dicts for key in one))

@@ -1,0 +1,94 @@
+"""A run's folder: settings, metrics, classes, and checkpoints that are whole or not there."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .atomic import replacing
+
+CHECKPOINT = "checkpoint-"
+
+
+class Metrics(NamedTuple):
+    """One evaluation, a line of ``metrics.csv``."""
+
+    step: int
+    epoch: float
+    #: Training time so far, evaluations and checkpoints not counted.
+    seconds: float
+    lr: float
+    #: Mean training loss since the evaluation before; sampled, unless the run has the full softmax.
+    train_loss: float
+    #: Under the full softmax, always, in nats.
+    heldout_loss: float
+    #: Estimated bias of the sampled loss in nats.
+    bias: float | None
+    num_samples: int | None
+
+
+class Run:
+    """The folder of a run.
+
+    Args:
+        folder: the folder; not made before something is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.data = folder / "data"
+        self.vocabulary = folder / "vocabulary.parquet"
+
+    def exists(self) -> bool:
+        """Whether a run has begun here: its data are prepared and its settings written."""
+        return (self.folder / "config.json").exists()
+
+    def write_json(self, name: str, content: dict[str, Any]) -> None:
+        """Write ``name``, such as ``config.json``."""
+        with replacing(self.folder / name) as file:
+            file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+    def config(self) -> dict[str, Any]:
+        """What ``config.json`` says."""
+        file = self.folder / "config.json"
+        if not file.exists():
+            raise FileNotFoundError(f"{self.folder} is not the folder of a run: it has no config.json")
+        try:
+            return json.loads(file.read_text("utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file} is broken: {error}") from error
+
+    def write_metrics(self, rows: list[Metrics]) -> None:
+        """Write all of ``metrics.csv``."""
+        with replacing(self.folder / "metrics.csv") as file, file.open("w", newline="") as handle:
+            csv.writer(handle).writerows([Metrics._fields, *rows])
+
+    def save(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Write a checkpoint, then drop the ones before it."""
+        before = self._checkpoints()
+        with replacing(self.folder / f"{CHECKPOINT}{step:09d}") as temporary:
+            temporary.mkdir(parents=True)
+            save_file(weights, temporary / "model.safetensors")
+            torch.save(state, temporary / "state.pt")
+        for path in before:
+            if path.name != f"{CHECKPOINT}{step:09d}":
+                shutil.rmtree(path)
+
+    def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The last checkpoint: weights and the rest; None if there is none yet."""
+        found = self._checkpoints()
+        if not found:
+            return None
+        try:
+            return load_file(found[-1] / "model.safetensors"), torch.load(found[-1] / "state.pt", weights_only=True)
+        except (SafetensorError, EOFError, RuntimeError, ValueError) as error:
+            raise ValueError(f"the checkpoint {found[-1]} is broken: {str(error).splitlines()[0]}") from error
+
+    def _checkpoints(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob(f"{CHECKPOINT}*") if path.is_dir())

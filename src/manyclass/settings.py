@@ -1,0 +1,201 @@
+"""What a training run is told: the options of the command line, and what ``config.json`` remembers."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from typer import Argument, Option
+
+PANELS = DATA, MODEL, LAYER, TRAINING, RUN = ("Data", "Model", "Output layer", "Training", "Run")
+#: They do not change what is learned, so a resumed run may have others.
+FREE = ("out", "resume", "threads", "checkpoint_every", "tensorboard")
+#: Samplers that can draw one pool for the batch.
+SCOPED = ("blocks", "uniform", "log_uniform", "unigram")
+
+
+def _option(panel: str, help: str, *names: str, **more: Any) -> Any:
+    return Option(*names, help=help, rich_help_panel=panel, **more)
+
+
+def panel(field: "dataclasses.Field[Any]") -> int:
+    """Where in ``--help`` a setting stands."""
+    heading = field.type.__metadata__[0].rich_help_panel  # pyright: ignore
+    return PANELS.index(heading) if heading else -1
+
+
+SamplerName = Literal[
+    "full", "blocks", "uniform", "log_uniform", "unigram", "bigram", "quadratic", "quartic", "softmax"
+]
+Sampler = Annotated[SamplerName, _option(LAYER, "Where negatives come from; `full` scores all classes.")]
+NumSamples = Annotated[
+    int | None, _option(LAYER, "Negatives; default: 64 per example, or 4096 shared for `blocks`.", min=1)
+]
+TargetBias = Annotated[float | None, _option(LAYER, "Instead of --num-samples: the bias to allow, in nats, e.g. 0.02.")]
+Prediction = Annotated[
+    Literal["softmax", "absolute"],
+    _option(LAYER, "p ∝ exp(o), or p ∝ exp(|o|), which suits `quadratic` and `quartic`."),
+]
+Features = Annotated[int, _option(MODEL, "Size of embeddings and hidden layers.", min=1)]
+Dropout = Annotated[float, _option(MODEL, "Share of hidden values to drop in training.", min=0.0, max=0.95)]
+Layers = Annotated[int, _option(MODEL, "Layers of the LSTM or of the transformer.", min=1)]
+Tied = Annotated[bool, _option(MODEL, "Use the input embeddings as output weights, too.", "--tied")]
+Heldout = Annotated[Path | None, _option(DATA, "File to evaluate on; default: a part of the data is held out.")]
+MinCount = Annotated[int, _option(DATA, "Classes are what occurs at least this often.", min=1)]
+Batch = Annotated[int, _option(TRAINING, "Streams of text, users, or documents in a step.", min=1)]
+Epochs = Annotated[float, _option(TRAINING, "Passes over the data.", min=0.0)]
+Rate = Annotated[float, _option(TRAINING, "Learning rate.", "--lr")]
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """Options of every task."""
+
+    sampler: Sampler = "blocks"
+    num_samples: NumSamples = None
+    target_bias: TargetBias = None
+    scope: Annotated[
+        Literal["example", "batch"] | None,
+        _option(LAYER, "Negatives for each example, or one pool for the batch; default: batch for `blocks`."),
+    ] = None
+    power: Annotated[float, _option(LAYER, "Exponent of the class counts of `unigram`.")] = 1.0
+    prediction: Prediction = "softmax"
+    optimizer: Annotated[
+        Literal["adagrad", "sgd", "adam"],
+        _option(TRAINING, "adam is SparseAdam where gradients are sparse."),
+    ] = "adagrad"
+    lr: Rate = 0.05
+    schedule: Annotated[
+        Literal["constant", "linear", "exponential"],
+        _option(
+            TRAINING,
+            "Learning rate: constant; falling to 0 over the second half; or, as in the paper, falling by 0.8 for each "
+            "39th of the run after six of them.",
+        ),
+    ] = "linear"
+    clip: Annotated[float, _option(TRAINING, "Largest norm of the gradients of a step.")] = 5.0
+    epochs: Epochs = 1.0
+    steps: Annotated[int | None, _option(TRAINING, "Training steps, instead of --epochs.", min=1)] = None
+    seed: Annotated[int, _option(TRAINING, "Seed of weights, order of the data, and draws.")] = 0
+    evaluations: Annotated[int, _option(RUN, "Evaluations at even intervals, with a checkpoint each.", min=1)] = 10
+    eval_examples: Annotated[
+        int, _option(RUN, "Held-out examples of these; `manyclass evaluate` takes all.", min=1)
+    ] = 10_000
+    checkpoint_every: Annotated[int, _option(RUN, "Further checkpoints, every so many steps.", min=1)] = 1000
+    out: Annotated[Path, _option(RUN, "The run's folder.")] = Path("run")
+    resume: Annotated[
+        bool, _option(RUN, "Go on where the run in --out stopped; start if there is none.", "--resume")
+    ] = False
+    threads: Annotated[int | None, _option(RUN, "CPU threads; default: what torch chooses.", min=1)] = None
+    tensorboard: Annotated[bool, _option(RUN, "Write events for TensorBoard, too.", "--tensorboard")] = False
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "clip", "epochs", "target_bias"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+        if self.num_samples is not None and self.target_bias is not None:
+            raise ValueError("give --num-samples or --target-bias, not both")
+        if self.scope is not None and self.sampler not in SCOPED:
+            raise ValueError(f"--scope is for {', '.join(SCOPED)}, not for {self.sampler}")
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings as json knows them."""
+        return {
+            name: [str(part) for part in value]
+            if isinstance(value, list)
+            else str(value)
+            if isinstance(value, Path)
+            else value
+            for name, value in dataclasses.asdict(self).items()
+        }
+
+    def differences(self, other: dict[str, Any]) -> list[str]:
+        """Names of the settings that another run was told otherwise, of those that change what is learned."""
+        return [name for name, value in self.to_json().items() if name not in FREE and other.get(name) != value]
+
+
+@dataclass(kw_only=True)
+class LanguageSettings(Settings):
+    """Train a language model: predict each word of a text from the words before it.
+
+    Needs only a text:  manyclass train lm --text book.txt
+    """
+
+    text: Annotated[
+        list[Path] | None, _option(DATA, "Plain text, UTF-8; several files may follow; .gz, .xz, .bz2 too.")
+    ] = None
+    more_text: Annotated[list[Path] | None, Argument(hidden=True, metavar="[FILE]...")] = None
+    corpus: Annotated[
+        Literal["python"] | None, _option(DATA, "Instead of --text: the sources of this Python's standard library.")
+    ] = None
+    split: Annotated[
+        Literal["words", "blanks"],
+        _option(DATA, "words and symbols; or what stands between blanks, with <eos> at the end of a line."),
+    ] = "words"
+    heldout: Heldout = None
+    min_count: MinCount = 2
+    features: Features = 128
+    layers: Layers = 1
+    dropout: Dropout = 0.0
+    tied: Tied = False
+    batch: Batch = 32
+    length: Annotated[int, _option(TRAINING, "Words that gradients flow back through.", min=1)] = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.text, self.more_text = [*(self.text or []), *(self.more_text or [])] or None, None
+        if (self.text is None) == (self.corpus is None):
+            raise ValueError("give a text, --text FILE, or --corpus python")
+
+
+@dataclass(kw_only=True)
+class NextItemSettings(Settings):
+    """Train a recommender: predict the next item of a user from the items before it.
+
+    Needs only a table with the columns user, item and timestamp (.csv, .tsv, .parquet, .jsonl), or a text with one
+    sequence of items per line:  manyclass train next-item --interactions clicks.csv
+    """
+
+    interactions: Annotated[Path, _option(DATA, "The table, or the sequences.", show_default=False)]
+    heldout: Heldout = None
+    user: Annotated[str, _option(DATA, "Column of the user.")] = "user"
+    item: Annotated[str, _option(DATA, "Column of the item.")] = "item"
+    timestamp: Annotated[str, _option(DATA, "Column of the time; without it, the order of the file counts.")] = (
+        "timestamp"
+    )
+    user_feature: Annotated[list[str] | None, _option(DATA, "Column with a feature of the user; repeatable.")] = None
+    user_first: Annotated[bool, _option(DATA, "The first word of each line of a text is its user.", "--user-first")] = (
+        False
+    )
+    min_count: MinCount = 1
+    model: Annotated[
+        Literal["transformer", "feed-forward"],
+        _option(MODEL, "A causal transformer, or the paper's network on the three items before."),
+    ] = "transformer"
+    history: Annotated[
+        int | None, _option(MODEL, "Items that the model looks back; default: 50, or 3 for feed-forward.", min=1)
+    ] = None
+    features: Features = 64
+    layers: Layers = 2
+    dropout: Dropout = 0.1
+    tied: Tied = False
+    batch: Batch = 128
+    epochs: Epochs = 10.0
+
+
+@dataclass(kw_only=True)
+class ClassifySettings(Settings):
+    """Train a classifier: predict the labels of documents that have sparse features.
+
+    Needs only a text in the format of extreme classification, `label,label feature:value feature:value …` per line:
+    manyclass train classify --data train.txt
+    """
+
+    data: Annotated[Path, _option(DATA, "The documents.", show_default=False)]
+    heldout: Heldout = None
+    min_count: MinCount = 1
+    features: Features = 256
+    dropout: Dropout = 0.2
+    batch: Batch = 64
+    epochs: Epochs = 10.0

@@ -1,0 +1,116 @@
+"""What a task brings to the training loop."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..data import Vocabulary
+from ..settings import Settings
+
+IGNORE = -100
+#: Held-out examples in one batch, of tasks whose examples are apart.
+EVALUATED = 512
+#: Told how many bytes were read.
+Advance = Callable[[int], None]
+
+S = TypeVar("S", bound=Settings)
+
+
+class Batch(NamedTuple):
+    """Inputs of a trunk and what its hidden states ``(batch, time, features)`` shall predict."""
+
+    inputs: tuple[Tensor, ...]
+    #: Classes, ``(batch, time, labels)``; `IGNORE` where there is none.
+    target: Tensor
+    #: The class before, for the bigram sampler, ``(batch, time)``.
+    context: Tensor | None = None
+
+
+class Task(ABC, Generic[S]):
+    """A data set, prepared in a folder, as batches that are functions of the step: a run can go on anywhere.
+
+    Args:
+        settings: what the run was told.
+        folder: where `prepare` wrote.
+        vocabulary: the classes.
+    """
+
+    #: Batches of an epoch follow each other in the text, so the trunk has a state that they hand on.
+    recurrent = False
+    train_examples: int
+    heldout_examples: int
+    steps_per_epoch: int
+
+    def __init__(self, settings: S, folder: Path, vocabulary: Vocabulary) -> None:
+        self.settings = settings
+        self.vocabulary = vocabulary
+        self.num_classes = len(vocabulary.names)
+        self._permutation: tuple[int, Tensor] = (-1, torch.empty(0))
+
+    @staticmethod
+    @abstractmethod
+    def prepare(settings: Any, folder: Path, advance: Advance) -> Vocabulary:
+        """Read the files of the user, once, into arrays in ``folder``."""
+
+    @abstractmethod
+    def trunk(self) -> nn.Module:
+        """The model below the output layer."""
+
+    @abstractmethod
+    def batch(self, step: int) -> Batch:
+        """The batch of a step, counted from 0."""
+
+    @abstractmethod
+    def heldout(self, limit: int | None = None) -> Iterator[Batch]:
+        """Batches to evaluate on, of about ``limit`` examples or of all."""
+
+    @abstractmethod
+    def encode(self, line: str) -> Batch:
+        """A line that a user asks predictions for; its target is empty."""
+
+    @abstractmethod
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """The training targets, and the class before each or `IGNORE`, both ``(examples,)``."""
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """The class of each name."""
+        return self.vocabulary.ids()
+
+    def _epoch_rows(self, step: int, examples: int) -> Tensor:
+        """The examples of a step, in an order that is new in each epoch, shape ``(batch,)``."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if self._permutation[0] != epoch:
+            generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + epoch)
+            self._permutation = (epoch, torch.randperm(examples, generator=generator))
+        size = self.settings.batch  # pyright: ignore[reportAttributeAccessIssue]
+        return self._permutation[1][place * size : (place + 1) * size]
+
+
+def write_facts(folder: Path, **facts: Any) -> None:
+    """Remember what is not an array."""
+    (folder / "facts.json").write_text(json.dumps(facts))
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What `write_facts` wrote."""
+    return json.loads((folder / "facts.json").read_text())
+
+
+def tensor(array: np.ndarray) -> Tensor:
+    """Class ids as torch wants them; copies what is memory-mapped."""
+    return torch.from_numpy(np.asarray(array, dtype=np.int64))
+
+
+def every(rows: np.ndarray, limit: int | None) -> np.ndarray:
+    """At most ``limit`` of the rows, at even distances."""
+    if limit is None or limit >= len(rows):
+        return rows
+    return rows[np.linspace(0, len(rows) - 1, limit).astype(np.int64)]

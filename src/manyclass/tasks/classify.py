@@ -1,0 +1,116 @@
+"""Predict the labels of documents with sparse features."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..data import Vocabulary
+from ..data.labelled import Labelled, read_labelled
+from ..data.ragged import Ragged
+from ..models import BagOfFeatures
+from ..settings import ClassifySettings
+from .base import EVALUATED, IGNORE, Advance, Batch, Task, every, read_facts, tensor, write_facts
+
+#: Without a held-out file, one of so many documents.
+HELDOUT = 10
+PAIR = re.compile(r"(\d+):(\S+)")
+
+
+class _Part:
+    """Documents: features with values of norm 1, and labels."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.labels = Ragged.load(folder, f"{name}.labels")
+        self.features = Ragged.load(folder, f"{name}.features")
+        self.values = np.load(folder / f"{name}.values.npy", mmap_mode="r")
+        self.label_count = np.diff(self.labels.offsets)
+        self.rows = np.flatnonzero(self.label_count)  # documents without labels teach nothing
+
+    def batch(self, rows: np.ndarray) -> Batch:
+        """Some documents, and their labels, padded to the most that one of them has."""
+        starts, sizes = self.features.offsets[rows], np.diff(self.features.offsets)[rows]
+        offsets = np.cumsum(sizes) - sizes
+        places = np.repeat(starts - offsets, sizes) + np.arange(sizes.sum())
+        labels = self.labels.padded(rows, int(self.label_count[rows].max()), IGNORE)
+        values = torch.from_numpy(self.values[places])
+        inputs = tensor(self.features.values[places]), tensor(offsets), _unit(values, tensor(sizes))
+        return Batch(inputs, tensor(labels).unsqueeze(1))
+
+
+class Classify(Task[ClassifySettings]):
+    """Documents in an order that is new in each epoch; every label of a document is an example."""
+
+    def __init__(self, settings: ClassifySettings, folder: Path, vocabulary: Vocabulary) -> None:
+        super().__init__(settings, folder, vocabulary)
+        self.num_features: int = read_facts(folder)["num_features"]
+        self.train = _Part(folder, "train")
+        if settings.heldout is None:
+            self.held, self.held_rows = self.train, self.train.rows[::HELDOUT]
+            self.rows = np.setdiff1d(self.train.rows, self.held_rows, assume_unique=True)
+        else:
+            self.held = _Part(folder, "heldout")
+            self.rows, self.held_rows = self.train.rows, self.held.rows
+        if not len(self.rows) or not len(self.held_rows):
+            raise ValueError(f"{len(self.train.rows)} documents with labels are too few to train and to evaluate on")
+        self.train_examples, self.heldout_examples = len(self.rows), len(self.held_rows)
+        self.steps_per_epoch = -(-len(self.rows) // settings.batch)
+
+    @staticmethod
+    def prepare(settings: ClassifySettings, folder: Path, advance: Advance) -> Vocabulary:
+        """Number the labels; see `Task.prepare`."""
+        train = read_labelled(settings.data, min_count=settings.min_count, advance=advance)
+        _save(train, folder, "train")
+        if settings.heldout is not None:
+            heldout = read_labelled(settings.heldout, train.vocabulary, train.num_features, advance=advance)
+            _save(heldout, folder, "heldout")
+        write_facts(folder, num_features=train.num_features)
+        return train.vocabulary
+
+    def trunk(self) -> nn.Module:
+        """A bag of features."""
+        return BagOfFeatures(self.num_features, self.settings.features, self.settings.dropout)
+
+    def batch(self, step: int) -> Batch:
+        """Some documents."""
+        return self.train.batch(self.rows[self._epoch_rows(step, len(self.rows)).numpy()])
+
+    def heldout(self, limit: int | None = None) -> Iterator[Batch]:
+        """Held-out documents."""
+        chosen = every(self.held_rows, limit)
+        for start in range(0, len(chosen), EVALUATED):
+            yield self.held.batch(chosen[start : start + EVALUATED])
+
+    def encode(self, line: str) -> Batch:
+        """A document: ``feature:value feature:value …``."""
+        pairs = [PAIR.fullmatch(word) for word in line.split()]
+        if not pairs or None in pairs:
+            raise ValueError("a document is `feature:value feature:value …`")
+        ids, values = zip(*((int(pair[1]), float(pair[2])) for pair in pairs if pair), strict=True)
+        if max(ids) >= self.num_features:
+            raise ValueError(f"feature {max(ids)} is not below {self.num_features}")
+        weights = _unit(torch.tensor(values), torch.tensor([len(values)]))
+        return Batch((torch.tensor(ids), torch.tensor([0]), weights), torch.empty(1, 1, 0, dtype=torch.long))
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """All labels; nothing comes before a label."""
+        chosen = np.zeros(len(self.train.labels), dtype=bool)
+        chosen[self.rows] = True
+        labels = tensor(self.train.labels.values[np.repeat(chosen, self.train.label_count)])
+        return labels, torch.full_like(labels, IGNORE)
+
+
+def _unit(values: Tensor, sizes: Tensor) -> Tensor:
+    """Scale the values of each document, ``sizes`` of them, to norm 1."""
+    document = torch.arange(len(sizes)).repeat_interleave(sizes)
+    norm = values.new_zeros(len(sizes)).index_add(0, document, values.square()).sqrt().clamp(min=1e-12)
+    return values / norm[document]
+
+
+def _save(documents: Labelled, folder: Path, name: str) -> None:
+    documents.labels.save(folder, f"{name}.labels")
+    documents.features.save(folder, f"{name}.features")
+    np.save(folder / f"{name}.values.npy", documents.values)

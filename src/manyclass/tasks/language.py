@@ -1,0 +1,95 @@
+"""Predict each word of a text from the words before it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor, nn
+
+from ..data import Vocabulary
+from ..data.text import WORD, encode_text, prepare_text, python_sources
+from ..models import LSTM
+from ..settings import LanguageSettings
+from .base import Advance, Batch, Task, tensor
+
+#: Without a held-out file, this share of the text, its end, but at most so many words.
+HELDOUT = 0.05
+MOST_HELDOUT = 200_000
+#: Held-out text is read in so many streams, or fewer if it is short, and windows of so many words.
+STREAMS = 16
+WINDOW = 50
+
+
+class Language(Task[LanguageSettings]):
+    """Streams of a text, walked along ``length`` words at a time."""
+
+    recurrent = True
+
+    def __init__(self, settings: LanguageSettings, folder: Path, vocabulary: Vocabulary) -> None:
+        super().__init__(settings, folder, vocabulary)
+        text = np.load(folder / "train.npy", mmap_mode="r")
+        if settings.heldout is None:
+            border = len(text) - min(MOST_HELDOUT, int(HELDOUT * len(text)))
+            self.text, heldout = text[:border], text[border:]
+        else:
+            self.text, heldout = text, np.load(folder / "heldout.npy", mmap_mode="r")
+        self.streams = self._cut(self.text, settings.batch)
+        self.steps_per_epoch = (self.streams.shape[1] - 1) // settings.length
+        if self.steps_per_epoch < 1:
+            raise ValueError(
+                f"a text of {len(self.text)} words is too short for --batch {settings.batch} "
+                f"and --length {settings.length}"
+            )
+        if len(heldout) < 2:
+            raise ValueError(f"the held-out text has {len(heldout)} words; at least 2 are needed")
+        self.heldout_streams = self._cut(heldout, max(1, min(STREAMS, len(heldout) // WINDOW)))
+        self.train_examples = self.steps_per_epoch * settings.batch * settings.length
+        self.heldout_examples = self.heldout_streams.shape[0] * (self.heldout_streams.shape[1] - 1)
+
+    @staticmethod
+    def _cut(text: np.ndarray, streams: int) -> np.ndarray:
+        return text[: len(text) // streams * streams].reshape(streams, -1)
+
+    @staticmethod
+    def prepare(settings: LanguageSettings, folder: Path, advance: Advance) -> Vocabulary:
+        """Number the words; see `Task.prepare`."""
+        files = list(python_sources()) if settings.text is None else settings.text
+        options = {"split": settings.split, "advance": advance}
+        vocabulary = prepare_text(files, folder / "train.npy", min_count=settings.min_count, **options)
+        if settings.heldout is not None:
+            encode_text([settings.heldout], folder / "heldout.npy", vocabulary, **options)
+        return vocabulary
+
+    def trunk(self) -> nn.Module:
+        """The paper's LSTM."""
+        return LSTM(self.num_classes, self.settings.features, self.settings.layers, self.settings.dropout)
+
+    def batch(self, step: int) -> Batch:
+        """The next ``length`` words of all streams."""
+        start = step % self.steps_per_epoch * self.settings.length
+        return _window(self.streams[:, start : start + self.settings.length + 1])
+
+    def heldout(self, limit: int | None = None) -> Iterator[Batch]:
+        """The held-out text from its beginning, in streams."""
+        words = self.heldout_streams.shape[1]
+        if limit is not None:
+            words = min(words, 1 + -(-limit // len(self.heldout_streams)))
+        for start in range(0, words - 1, WINDOW):
+            yield _window(self.heldout_streams[:, start : min(words, start + WINDOW + 1)])
+
+    def encode(self, line: str) -> Batch:
+        """The words of a line; those that are no class count as rare."""
+        words = WORD.findall(line) if self.settings.split == "words" else line.split()
+        if not words:
+            raise ValueError("no words to go on from")
+        tokens = tensor(np.array([[self.ids.get(word, 0) for word in words]]))
+        return Batch((tokens,), tokens.new_empty(1, len(words), 0))
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """All words and their predecessors."""
+        return tensor(self.text[1:]), tensor(self.text[:-1])
+
+
+def _window(part: np.ndarray) -> Batch:
+    tokens = tensor(part)
+    return Batch((tokens[:, :-1],), tokens[:, 1:].unsqueeze(-1), tokens[:, :-1])

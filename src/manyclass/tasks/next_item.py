@@ -1,0 +1,151 @@
+"""Predict the next item of a user from the items before it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..data import Vocabulary
+from ..data.interactions import Interactions, encode_interactions, read_interactions
+from ..data.ragged import Ragged
+from ..models import FeedForward, Transformer
+from ..settings import NextItemSettings
+from .base import EVALUATED, IGNORE, Advance, Batch, Task, every, read_facts, tensor, write_facts
+
+HISTORY = {"transformer": 50, "feed-forward": 3}
+#: Without a held-out file, the last item of every user who has so many.
+SHORTEST_HELDOUT = 3
+
+
+class _Part:
+    """Sequences, and where in them targets are.
+
+    Args:
+        folder: where the arrays lie.
+        name: of the part.
+        without_last: whether the last items of users are held out.
+    """
+
+    def __init__(self, folder: Path, name: str, without_last: bool) -> None:
+        sequences = Ragged.load(folder, name)
+        self.items, self.users = sequences.values, np.load(folder / f"{name}.users.npy", mmap_mode="r")
+        starts, ends = sequences.offsets[:-1], sequences.offsets[1:]
+        self.row = np.repeat(np.arange(len(starts)), ends - starts)
+        self.start = starts[self.row]
+        last = (ends - starts >= SHORTEST_HELDOUT) & without_last
+        self.last = ends[last] - 1
+        self.end = (ends - last)[self.row]
+        positions = np.arange(len(self.items))
+        self.targets = positions[(positions > self.start) & (positions < self.end)]
+
+    def windows(self, history: int) -> np.ndarray:
+        """Positions of targets such that windows of ``history`` that end there hold each target once."""
+        return self.targets[(self.end[self.targets] - 1 - self.targets) % history == 0]
+
+    def batch(self, last: np.ndarray, history: int, targets: int) -> Batch:
+        """The ``history`` items before the positions ``last``, whose last ``targets`` places have a target."""
+        places = last[:, None] + np.arange(-history, 0)
+        start = self.start[last][:, None]
+        items = np.where(places >= start, self.items[places.clip(0)], -1)
+        following = places[:, -targets:]
+        target = np.where(following >= start, self.items[following + 1], IGNORE)
+        inputs = tensor(items), tensor(self.users[self.row[last]])
+        return Batch(inputs, tensor(target).unsqueeze(-1), tensor(items[:, -targets:].clip(0)))
+
+
+class NextItem(Task[NextItemSettings]):
+    """Histories of users, and the item that each of them takes next."""
+
+    def __init__(self, settings: NextItemSettings, folder: Path, vocabulary: Vocabulary) -> None:
+        super().__init__(settings, folder, vocabulary)
+        self.history = settings.history or HISTORY[settings.model]
+        self.feature_names: list[str] = read_facts(folder)["feature_names"]
+        self.train = _Part(folder, "train", without_last=settings.heldout is None)
+        if settings.heldout is None:
+            self.held, self.held_positions = self.train, self.train.last
+        else:
+            self.held = _Part(folder, "heldout", without_last=False)
+            self.held_positions = self.held.targets
+        # The transformer predicts at all places of a window, the network only what comes after it.
+        self.each = settings.model == "transformer"
+        self.examples = self.train.windows(self.history) if self.each else self.train.targets
+        self.train_examples, self.heldout_examples = len(self.train.targets), len(self.held_positions)
+        for count, what in ((self.train_examples, "training"), (self.heldout_examples, "held-out")):
+            if count == 0:
+                raise ValueError(f"no {what} examples: users need at least {SHORTEST_HELDOUT} items")
+        self.steps_per_epoch = -(-len(self.examples) // settings.batch)
+
+    @staticmethod
+    def prepare(settings: NextItemSettings, folder: Path, advance: Advance) -> Vocabulary:
+        """Number items and users; see `Task.prepare`."""
+        options: dict[str, Any] = {
+            "user": settings.user,
+            "item": settings.item,
+            "timestamp": settings.timestamp,
+            "features": settings.user_feature or (),
+            "user_first": settings.user_first,
+        }
+        train = read_interactions(settings.interactions, min_count=settings.min_count, **options)
+        _save(train, folder, "train")
+        if settings.heldout is not None:
+            _save(
+                encode_interactions(settings.heldout, train.vocabulary, train.feature_names, **options),
+                folder,
+                "heldout",
+            )
+        write_facts(folder, feature_names=train.feature_names)
+        return train.vocabulary
+
+    def trunk(self) -> nn.Module:
+        """The paper's network, or a transformer."""
+        settings = self.settings
+        users = {"user_values": len(self.feature_names), "user_features": len(settings.user_feature or ())}
+        if settings.model == "feed-forward":
+            return FeedForward(self.num_classes, settings.features, self.history, dropout=settings.dropout, **users)
+        return Transformer(
+            self.num_classes, settings.features, self.history, layers=settings.layers, dropout=settings.dropout, **users
+        )
+
+    def batch(self, step: int) -> Batch:
+        """Some windows, in an order that is new in each epoch."""
+        last = self.examples[self._epoch_rows(step, len(self.examples)).numpy()]
+        return self.train.batch(last, self.history, self.history if self.each else 1)
+
+    def heldout(self, limit: int | None = None) -> Iterator[Batch]:
+        """Held-out items and the histories before them."""
+        chosen = every(self.held_positions, limit)
+        for start in range(0, len(chosen), EVALUATED):
+            batch = self.held.batch(chosen[start : start + EVALUATED], self.history, 1)
+            if self.each:  # only the last place counts, of all that the transformer has
+                empty = batch.target.new_full((len(batch.target), self.history - 1, 1), IGNORE)
+                batch = Batch(batch.inputs, torch.cat([empty, batch.target], dim=1))
+            yield batch
+
+    def encode(self, line: str) -> Batch:
+        """Items of a history, oldest first; ``column=value`` words are the user's features."""
+        names = {name: index for index, name in enumerate(self.feature_names)}
+        words = line.split()
+        columns = self.settings.user_feature or []
+        features = {word.split("=", 1)[0]: names[word] for word in words if word in names}
+        items = [word for word in words if word not in names]
+        unknown = [word for word in items if word not in self.ids]
+        if unknown:
+            raise ValueError(f"unknown item {unknown[0]!r}")
+        if not items:
+            raise ValueError("no items to go on from")
+        history = [self.ids[word] for word in items][-self.history :]
+        padded = [-1] * (self.history - len(history)) + history
+        users = torch.tensor([[features.get(column, 0) for column in columns]], dtype=torch.long).view(1, -1)
+        return Batch((torch.tensor([padded]), users), torch.empty(1, self.history, 0, dtype=torch.long))
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """All items that follow another, and these."""
+        return tensor(self.train.items[self.train.targets]), tensor(self.train.items[self.train.targets - 1])
+
+
+def _save(interactions: Interactions, folder: Path, name: str) -> None:
+    interactions.sequences.save(folder, name)
+    np.save(folder / f"{name}.users.npy", interactions.features)
