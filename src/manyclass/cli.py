@@ -102,7 +102,8 @@ def evaluate(
         model, task, step = training.load(folder)
         found = training.evaluate(model, task, limit, tuple(k or (1, 5, 10)))
     if task.recurrent:
-        found = {"loss": found.pop("loss"), "perplexity": math.exp(min(found["loss"], 700)), **found}
+        loss = found.pop("loss")
+        found = {"loss": loss, "perplexity": math.exp(min(loss, 700)), **found}
     examples = min(limit or task.heldout_examples, task.heldout_examples)
     folder.write_json("evaluation.json", {"step": step, "examples": examples, **found})
     table = Table(title=f"{run}, step {step}: {examples:,} held-out examples, all {task.num_classes:,} classes")

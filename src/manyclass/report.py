@@ -272,8 +272,10 @@ def _summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
         "loss (nats)": lambda run: f"{run.loss:.3f}" if math.isfinite(run.loss) else DIVERGED,
         "perplexity": lambda run: _number(_perplexity(run.loss)) if run.task == "lm" else NONE,
     }
+    # The page has all measures; here there is room for three, at the largest cut-off.
+    largest = max((int(name.partition("@")[2]) for name in metrics if name.startswith("recall@")), default=0)
     for metric in metrics:
-        if metric not in ("step", "examples", "loss", "perplexity"):
+        if metric in (f"recall@{largest}", f"mrr@{largest}", f"ndcg@{largest}"):
             columns[metric] = lambda run, metric=metric: _metric(run, metric)
     columns["steps/s"] = lambda run: _number(run.steps_per_second)
     columns["speed-up"] = lambda run: NONE if math.isnan(s := run.steps_per_second / full) else f"{s:.1f}×"

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -87,8 +86,8 @@ class Run:
             return None
         try:
             return load_file(found[-1] / "model.safetensors"), torch.load(found[-1] / "state.pt", weights_only=True)
-        except (SafetensorError, EOFError, RuntimeError, ValueError) as error:
-            raise ValueError(f"the checkpoint {found[-1]} is broken: {str(error).splitlines()[0]}") from error
+        except Exception as error:  # a broken pickle can raise anything
+            raise ValueError(f"the checkpoint {found[-1]} is broken: {f'{error} '.splitlines()[0]}") from error
 
     def _checkpoints(self) -> list[Path]:
         return sorted(path for path in self.folder.glob(f"{CHECKPOINT}*") if path.is_dir())

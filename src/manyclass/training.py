@@ -242,6 +242,7 @@ def schedule(name: str, done: float) -> float:
 @torch.no_grad()
 def evaluate(model: Model, task: Task[Any], limit: int | None = None, k: tuple[int, ...] = ()) -> dict[str, float]:
     """Exact loss on held-out data, over all classes, and for each ``k`` the ranking measures of `ranking`."""
+    training = model.training
     model.eval()
     sums: dict[str, float] = {}
     targets = queries = 0
@@ -257,7 +258,7 @@ def evaluate(model: Model, task: Task[Any], limit: int | None = None, k: tuple[i
             found |= ranking(model.head.topk(query, min(max(k), task.num_classes))[1], target, k)
         sums = {name: sums.get(name, 0.0) + value for name, value in found.items()}
         targets, queries = targets + int(wanted.sum()), queries + len(query)
-    model.train()
+    model.train(training)
     return {name: value / (targets if name == "loss" else queries) for name, value in sums.items()}
 
 

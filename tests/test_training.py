@@ -1,0 +1,410 @@
+"""Tasks, models and the training loop, in this process."""
+
+import csv
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from manyclass import functional, training
+from manyclass.data.ragged import Ragged
+from manyclass.models import LSTM, FeedForward, Transformer
+from manyclass.run import Metrics, Run
+from manyclass.settings import ClassifySettings, LanguageSettings, NextItemSettings
+from manyclass.tasks import TASKS
+from manyclass.tasks.base import IGNORE, every
+from manyclass.tasks.next_item import _Part
+
+
+def write_text(folder, words=3000):
+    """A text in which every word follows from the one before."""
+    file = folder / "text.txt"
+    file.write_text(" ".join(f"w{number % 11}" for number in range(words)))
+    return file
+
+
+def write_sequences(folder, users=60):
+    generator = np.random.default_rng(0)
+    file = folder / "items.txt"
+    lines = [
+        " ".join(str((start + step) % 23) for step in range(length))
+        for start, length in generator.integers(1, 23, (users, 2))
+    ]
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def write_documents(folder, documents=80):
+    file = folder / "documents.txt"
+    lines = [
+        f"{number % 7},{7 + number % 3} {number % 7}:1.5 {20 + number % 3}:2 {30 + number % 5}:0.1"
+        for number in range(documents)
+    ]
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def settings_of(name, folder, **options):
+    common = {"features": 16, "threads": 1, "evaluations": 3, "out": folder / "run", **options}
+    if name == "lm":
+        return LanguageSettings(text=[write_text(folder)], batch=4, length=5, **common)
+    if name == "next-item":
+        return NextItemSettings(interactions=write_sequences(folder), batch=8, **{"history": 5, **common})
+    return ClassifySettings(data=write_documents(folder), batch=8, **common)
+
+
+def train(name, folder, **options):
+    settings = settings_of(name, folder, **options)
+    task = training.prepare(name, settings)
+    return training.train(task), task
+
+
+CASES = [
+    ("lm", {"dropout": 0.1, "layers": 2}),
+    ("lm", {"sampler": "bigram", "num_samples": 3, "tied": True}),
+    ("lm", {"sampler": "full", "optimizer": "adam", "lr": 0.01}),
+    ("lm", {"target_bias": 0.05, "optimizer": "sgd", "lr": 5.0, "schedule": "exponential"}),
+    ("next-item", {"sampler": "uniform", "num_samples": 5}),
+    ("next-item", {"model": "feed-forward", "sampler": "quadratic", "prediction": "absolute", "history": 3}),
+    ("next-item", {"sampler": "full", "tied": True, "schedule": "constant"}),
+    ("classify", {"sampler": "unigram", "scope": "batch", "power": 0.75}),
+    ("classify", {"sampler": "full", "prediction": "absolute"}),
+    ("classify", {"optimizer": "adam", "lr": 0.01}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_every_task_learns_and_writes_its_run(tmp_path, name, options):
+    rows, task = train(name, tmp_path, steps=60, **options)
+    assert [row.step for row in rows] == [0, 20, 40, 60]
+    assert rows[-1].heldout_loss < 0.8 * rows[0].heldout_loss
+    assert abs(rows[0].heldout_loss - math.log(task.num_classes)) < 0.5
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        written = list(csv.DictReader(file))
+    assert [float(row["heldout_loss"]) for row in written] == [row.heldout_loss for row in rows]
+    full = options.get("sampler") == "full"
+    assert (rows[-1].bias is None) == full == (rows[-1].num_samples is None)
+    # The loaded model is the trained one, and its loss is that of the last line.
+    model, loaded, step = training.load(Run(tmp_path / "run"))
+    assert step == 60
+    assert training.evaluate(model, loaded)["loss"] == pytest.approx(rows[-1].heldout_loss, abs=1e-6)
+
+
+@pytest.mark.parametrize(("name", "options"), CASES[:2] + CASES[3:5] + CASES[9:])
+def test_a_stopped_run_goes_on_to_the_same_numbers(tmp_path, name, options):
+    class StopAt(training.Silent):
+        def __init__(self, at):
+            self.at = at
+
+        def step(self, step, steps, last):
+            self.at -= 1
+
+        def stopped(self):
+            return self.at == 1
+
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    expected, _ = train(name, whole, steps=30, **options)
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    settings = settings_of(name, parts, steps=30, resume=True, **options)
+    stops = []
+    for at in (7, 9, 1000):  # after steps 7, 16 and the end: none of them an evaluation
+        torch.manual_seed(999)  # whatever the process did before does not matter
+        rows = training.train(training.prepare(name, settings), StopAt(at))
+        stops += [int(path.name.split("-")[1]) for path in (parts / "run").glob("checkpoint-*")]
+    assert stops == [7, 16, 30]
+    assert len(rows) == len(expected)
+    for row, other in zip(rows, expected, strict=True):
+        assert repr(row._replace(seconds=0)) == repr(other._replace(seconds=0))  # bit for bit, nan too
+    for (key, value), (_, other) in zip(*(Run(f / "run").load()[0].items() for f in (parts, whole)), strict=True):
+        assert torch.equal(value, other), key
+
+
+def test_seeds_differ_and_repeat(tmp_path):
+    losses = []
+    for number, seed in enumerate((0, 0, 1)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        losses.append(train("lm", folder, steps=9, seed=seed)[0][-1].heldout_loss)
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_a_run_cannot_go_on_with_other_settings(tmp_path):
+    train("lm", tmp_path, steps=3)
+    with pytest.raises(FileExistsError, match="holds a run already: give --resume"):
+        training.prepare("lm", settings_of("lm", tmp_path, steps=3))
+    with pytest.raises(ValueError, match=r"was begun with lr=0\.05, so it cannot go on with lr=0\.5"):
+        training.prepare("lm", settings_of("lm", tmp_path, steps=3, lr=0.5, resume=True))
+    with pytest.raises(ValueError, match="is a run of lm, not of classify"):
+        training.prepare("classify", settings_of("classify", tmp_path, steps=3, resume=True))
+    (tmp_path / "run" / "checkpoint-000000003" / "state.pt").write_bytes(b"broken")
+    with pytest.raises(ValueError, match=r"checkpoint .*checkpoint-000000003 is broken"):
+        training.load(Run(tmp_path / "run"))
+
+
+def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+    run.save(1, {"a": torch.ones(2)}, {"x": 1})
+
+    def fail(*arguments):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="disk full"):
+        run.save(2, {"a": torch.zeros(2)}, {"x": 2})
+    weights, state = run.load()
+    assert torch.equal(weights["a"], torch.ones(2))
+    assert state == {"x": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000000001"]
+
+
+def test_a_failed_reading_leaves_no_run(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("too short a text")
+    settings = LanguageSettings(text=[file], min_count=1, out=tmp_path / "run")
+    with pytest.raises(ValueError, match="a text of 4 words is too short for --batch 32 and --length 20"):
+        training.prepare("lm", settings)
+    assert not Run(tmp_path / "run").exists()
+    file.write_text("word another " * 2000)
+    assert training.prepare("lm", settings).num_classes == 3
+
+
+def test_text_is_walked_along(tmp_path):
+    task = training.prepare("lm", settings_of("lm", tmp_path))
+    streams = np.asarray(task.streams)
+    first, second = task.batch(0), task.batch(1)
+    assert torch.equal(first.inputs[0], torch.from_numpy(streams[:, :5].astype(np.int64)))
+    assert torch.equal(first.target.squeeze(-1), torch.from_numpy(streams[:, 1:6].astype(np.int64)))
+    assert torch.equal(first.context, first.inputs[0])
+    assert torch.equal(second.inputs[0][:, 0], first.target[:, -1, 0])  # nothing is left out between windows
+    assert torch.equal(task.batch(task.steps_per_epoch).inputs[0], first.inputs[0])
+    held = torch.cat([batch.target.flatten() for batch in task.heldout()])
+    assert len(held) == task.heldout_examples
+    assert sum(batch.target.numel() for batch in task.heldout(20)) <= 20 + len(task.heldout_streams)
+
+
+@pytest.mark.parametrize("model", ["transformer", "feed-forward"])
+def test_every_interaction_is_a_target_once_an_epoch(tmp_path, model):
+    settings = settings_of("next-item", tmp_path, model=model, history=4)
+    task = training.prepare("next-item", settings)
+    lines = [line.split() for line in (tmp_path / "items.txt").read_text().splitlines()]
+    names = task.vocabulary.names
+    wanted, held = [], []
+    for line in lines:
+        last = len(line) - (len(line) >= 3)
+        wanted += [(tuple(line[max(0, place - 4) : place]), line[place]) for place in range(1, last)]
+        held += [(tuple(line[max(0, len(line) - 5) : -1]), line[-1])] if len(line) >= 3 else []
+
+    def examples(batches):
+        found = []
+        for (items, _), target, _ in batches:
+            for row, right in zip(items.tolist(), target.squeeze(-1).tolist(), strict=True):
+                for place, one in enumerate(right, 1 + len(row) - len(right)):
+                    if one != IGNORE:
+                        history = [names[item] for item in row[:place] if item >= 0]
+                        found.append((history, names[one]))
+        return found
+
+    epoch = examples(task.batch(step) for step in range(task.steps_per_epoch))
+    assert len(epoch) == len(wanted) == task.train_examples
+    assert sorted(target for _, target in epoch) == sorted(target for _, target in wanted)
+    known = {(history[-1], target) for history, target in wanted}
+    assert {(history[-1], target) for history, target in epoch} == known
+    if model == "feed-forward":  # a place in a window sees what is left of it; the network all of its history
+        assert sorted((tuple(history), target) for history, target in epoch) == sorted(wanted)
+    found = sorted((tuple(history), target) for history, target in examples(task.heldout()))
+    assert found == sorted(held)
+    assert task.heldout_examples == len(held)
+    second = examples(task.batch(task.steps_per_epoch + step) for step in range(task.steps_per_epoch))
+    assert sorted(map(repr, second)) == sorted(map(repr, epoch))
+    assert second != epoch
+
+
+def test_windows_of_long_histories():
+    class Part(_Part):
+        def __init__(self, rows):
+            sequences = Ragged.from_rows(rows)
+            self.items, self.users = sequences.values, np.zeros((len(rows), 0))
+            lengths = np.diff(sequences.offsets)
+            self.row = np.repeat(np.arange(len(rows)), lengths)
+            self.start, self.end = sequences.offsets[:-1][self.row], sequences.offsets[1:][self.row]
+            positions = np.arange(len(self.items))
+            self.targets = positions[positions > self.start]
+
+    part = Part([list(range(10)), [50], [60, 61]])
+    batch = part.batch(part.windows(4), 4, 4)
+    assert batch.inputs[0].tolist() == [[-1, -1, -1, 0], [1, 2, 3, 4], [5, 6, 7, 8], [-1, -1, -1, 60]]
+    assert batch.target.squeeze(-1).tolist() == [
+        [IGNORE, IGNORE, IGNORE, 1],
+        [2, 3, 4, 5],
+        [6, 7, 8, 9],
+        [IGNORE, IGNORE, IGNORE, 61],
+    ]
+
+
+def test_documents_and_their_labels(tmp_path):
+    task = training.prepare("classify", settings_of("classify", tmp_path))
+    assert task.heldout_examples == 8
+    assert task.train_examples == 72
+    seen = [task.batch(step) for step in range(task.steps_per_epoch)]
+    assert sum(len(batch.target) for batch in seen) == 72
+    ids, offsets, values = seen[0].inputs
+    assert offsets.tolist() == list(range(0, 24, 3))
+    for start in offsets.tolist():
+        norm = torch.tensor([1.5, 2.0, 0.1]).norm()
+        assert torch.allclose(values[start : start + 3], torch.tensor([1.5, 2.0, 0.1]) / norm)
+    for start, labels in zip(offsets.tolist(), seen[0].target.squeeze(1).tolist(), strict=True):
+        first, second = (int(task.vocabulary.names[label]) for label in labels)
+        assert {first, second} == {int(ids[start]), 7 + int(ids[start + 1]) - 20}
+    with pytest.raises(ValueError, match="--sampler bigram needs a class before each"):
+        training.Model(task, settings_of("classify", tmp_path, sampler="bigram"))
+
+
+def test_user_features_reach_the_model(tmp_path):
+    file = tmp_path / "clicks.csv"
+    rows = [
+        f"{user},{item},{time},{'north' if user % 2 else 'south'}"
+        for user in range(40)
+        for time, item in enumerate((user % 5, 7 + user % 2, 9))
+    ]
+    file.write_text("user,item,timestamp,region\n" + "\n".join(rows) + "\n")
+    options = {"interactions": file, "user_feature": ["region"], "features": 16, "out": tmp_path / "run"}
+    for model in ("transformer", "feed-forward"):
+        settings = NextItemSettings(model=model, **{**options, "out": tmp_path / model})
+        task = training.prepare("next-item", settings)
+        torch.manual_seed(0)
+        found = training.Model(task, settings).eval()
+        north, south = (found.hidden(task.encode(f"3 region={value}"))[0][0, -1] for value in ("north", "south"))
+        assert not torch.allclose(north, south)
+        assert torch.equal(north, found.hidden(task.encode("region=north 3"))[0][0, -1])
+    with pytest.raises(ValueError, match="unknown item 'nonsense'"):
+        task.encode("3 nonsense")
+    with pytest.raises(ValueError, match="no items to go on from"):
+        task.encode("region=north")
+
+
+def test_the_transformer_sees_only_the_past():
+    torch.manual_seed(0)
+    model = Transformer(20, 8, history=6, dropout=0.5).eval()
+    users = torch.empty(1, 0, dtype=torch.long)
+    items = torch.tensor([[-1, -1, 3, 4, 5, 6]])
+    hidden = model(items, users)
+    later = model(torch.tensor([[-1, -1, 3, 4, 9, 9]]), users)
+    assert torch.allclose(hidden[:, :4], later[:, :4], atol=1e-6)
+    assert not torch.allclose(hidden[:, 4:], later[:, 4:], atol=1e-3)
+    earlier = model(torch.tensor([[-1, -1, 8, 4, 5, 6]]), users)
+    assert not torch.allclose(hidden[:, 5], earlier[:, 5], atol=1e-4)
+    with pytest.raises(ValueError, match="features must be a multiple of the 2 attention heads, got 7"):
+        Transformer(20, 7)
+
+
+def test_empty_places_have_no_influence():
+    torch.manual_seed(0)
+    network = FeedForward(20, 8)
+    users = torch.empty(1, 0, dtype=torch.long)
+    network(torch.tensor([[-1, -1, 3]]), users).sum().backward()
+    assert network.embedding.weight.grad.coalesce().values().abs().sum(1).count_nonzero() == 1
+
+
+def test_the_lstm_goes_on_from_its_state():
+    torch.manual_seed(0)
+    model = LSTM(30, 8, dropout=0.5).eval()
+    tokens = torch.randint(30, (2, 10))
+    whole, _ = model(tokens)
+    first, state = model(tokens[:, :4])
+    second, _ = model(tokens[:, 4:], state)
+    assert torch.allclose(whole, torch.cat([first, second], dim=1), atol=1e-6)
+    assert not state[0].requires_grad
+
+
+@pytest.mark.parametrize("name", list(TASKS))
+def test_held_out_loss_and_ranks_are_those_of_all_classes(tmp_path, name):
+    _, task = train(name, tmp_path, steps=5)
+    model, task, _ = training.load(Run(tmp_path / "run"))
+    found = training.evaluate(model, task, k=(1, 3))
+    losses, recall, reciprocal = [], [], []
+    state = None
+    with torch.no_grad():
+        for batch in task.heldout():
+            hidden, state = model.hidden(batch, state)
+            log_p = functional.log_prob(hidden, model.head.weight)
+            for row, labels in zip(log_p.flatten(0, 1), batch.target.flatten(0, 1).tolist(), strict=True):
+                right = [label for label in labels if label != IGNORE]
+                if right:
+                    losses += [-float(row[label]) for label in right]
+                    best = row.argsort(descending=True).tolist()[:3]
+                    recall.append(len(set(best) & set(right)) / len(right))
+                    reciprocal.append(next((1 / place for place, one in enumerate(best, 1) if one in right), 0.0))
+    assert found["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert found["recall@3"] == pytest.approx(np.mean(recall))
+    assert found["mrr@3"] == pytest.approx(np.mean(reciprocal))
+    assert not model.training  # as it was
+
+
+def test_ranking_measures():
+    best = torch.tensor([[4, 2, 9], [1, 2, 3]])
+    target = torch.tensor([[2, 9], [7, IGNORE]])
+    found = training.ranking(best, target, (1, 2, 3))
+    assert found["recall@1"] == 0
+    assert found["recall@2"] == 0.5
+    assert found["recall@3"] == 1.0
+    assert found["precision@2"] == 0.5
+    assert found["mrr@3"] == 0.5
+    ideal = 1 + 1 / math.log2(3)
+    assert found["ndcg@3"] == pytest.approx((1 / math.log2(3) + 1 / 2) / ideal)
+    # More cut-off than classes, and more labels than the cut-off.
+    found = training.ranking(torch.tensor([[0, 1]]), torch.tensor([[0, 1]]), (1, 10))
+    assert found["ndcg@1"] == found["ndcg@10"] == 1.0
+
+
+def test_schedules():
+    assert [training.schedule("linear", done) for done in (0, 0.5, 0.75, 1)] == [1, 1, 0.5, 0]
+    assert training.schedule("constant", 0.99) == 1
+    epochs = [training.schedule("exponential", (epoch + 0.5) / 39) for epoch in range(39)]
+    assert epochs[:6] == [1] * 6
+    assert epochs[6:8] == pytest.approx([0.8, 0.64])
+    assert epochs[38] == pytest.approx(0.8**33)
+
+
+def test_even_choice():
+    rows = np.arange(100) * 3
+    assert every(rows, None) is rows
+    assert every(rows, 4).tolist() == [0, 99, 198, 297]
+
+
+def test_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    train("lm", tmp_path, steps=3, tensorboard=True)
+    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": 0.0}, "--lr must be positive, got 0.0"),
+        ({"clip": -1.0}, "--clip must be positive"),
+        ({"epochs": math.nan}, "--epochs must be positive, got nan"),
+        ({"num_samples": 3, "target_bias": 0.1}, "give --num-samples or --target-bias, not both"),
+        (
+            {"scope": "batch", "sampler": "softmax"},
+            "--scope is for blocks, uniform, log_uniform, unigram, not for softmax",
+        ),
+    ],
+)
+def test_impossible_settings(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        settings_of("lm", tmp_path, **options)
+
+
+def test_language_needs_one_source():
+    for options in ({}, {"text": ["a"], "corpus": "python"}):
+        with pytest.raises(ValueError, match="give a text, --text FILE, or --corpus python"):
+            LanguageSettings(**options)
+
+
+def test_metrics_are_what_reports_read():
+    from manyclass import report
+
+    assert Metrics._fields == report.COLUMNS
