@@ -10,10 +10,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from manyclass import SampledSoftmax, demo, training
+from manyclass import demo
 from manyclass.bench import bias, draws, step, tree
-from manyclass.data import Corpus, corpus, python_corpus
-from manyclass.models import LanguageModel
+from manyclass.data import prepare_text, python_sources
 
 ROOT = Path(__file__).parent.parent
 
@@ -23,9 +22,11 @@ def manyclass(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-def small_corpus() -> Corpus:
-    generator = torch.Generator().manual_seed(0)
-    return Corpus(torch.randint(50, (9000,), generator=generator), [str(i) for i in range(50)])
+def write_text(folder: Path, words: int, classes: int) -> Path:
+    numbers = torch.randint(classes, (words,), generator=torch.Generator().manual_seed(0)).tolist()
+    file = folder / "text.txt"
+    file.write_text(" ".join(f"word{number}" for number in numbers))
+    return file
 
 
 def test_help_teaches():
@@ -52,20 +53,22 @@ def test_errors_are_one_line(tmp_path):
     assert str(blocked) in run.stderr
 
 
-def test_demo(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "python_corpus", small_corpus)
+def test_demo(tmp_path):
     console = Console(record=True, width=200)
-    demo.run(6, tmp_path, 0, console)
-    text = console.export_text()
-    assert str(tmp_path / "demo.png") in text
-    assert "1.0×" in text
-    with (tmp_path / "demo.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert {row["run"] for row in rows} == {"full softmax", "unigram", "blocks"}
-    assert all(float(row["loss"]) > 0 for row in rows)
+    text = write_text(tmp_path, 9000, 50)
+    for _ in range(2):  # the second time it begins anew
+        demo.run(6, tmp_path / "out", 0, console, [text])
+    printed = console.export_text()
+    assert str(tmp_path / "out" / "demo.html") in printed
+    assert "1.0×" in printed
+    losses = {}
+    for name in demo.SAMPLERS:
+        with (tmp_path / "out" / name / "metrics.csv").open() as file:
+            losses[name] = [float(row["heldout_loss"]) for row in csv.DictReader(file)]
+    assert {len(own) for own in losses.values()} == {6}
     # The same start for all: the first loss is that of the untrained model.
-    assert len({round(float(row["loss"]), 4) for row in rows if row["step"] == "0"}) == 1
-    assert (tmp_path / "demo.png").read_bytes()[:4] == b"\x89PNG"
+    assert len({round(own[0], 4) for own in losses.values()}) == 1
+    assert (tmp_path / "out" / "demo.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_bench_draws(tmp_path, monkeypatch):
@@ -108,9 +111,7 @@ def test_bench_step(tmp_path, monkeypatch):
 
 def test_bench_bias(tmp_path, monkeypatch):
     monkeypatch.setattr(bias, "REPEATS", 20)
-    words = torch.randint(300, (20_000,), generator=torch.Generator().manual_seed(0)).tolist()
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(f"word{number}" for number in words))
+    text = write_text(tmp_path, 24_000, 300)
     console = Console(record=True, width=200)
     bias.run(tmp_path, console, [text], steps=2, seed=0)
     with (tmp_path / "bias.csv").open() as file:
@@ -124,51 +125,15 @@ def test_bench_bias(tmp_path, monkeypatch):
     assert all(abs(float(row["bias"])) < 1e-5 for row in everything)
     assert all(float(row["chi_square"]) > -1e-6 for row in rows)
     assert (tmp_path / "bias.png").read_bytes()[:4] == b"\x89PNG"
-    text.write_text("too short")
-    with pytest.raises(ValueError, match="the text has 2 words; at least 12800 are needed"):
+    text = write_text(tmp_path, 10_000, 300)
+    with pytest.raises(ValueError, match="496 held out; at least 1024 are needed there"):
         bias.run(tmp_path, console, [text], steps=2, seed=0)
 
 
-def test_training_learns_and_repeats():
-    def losses(seed: int) -> list[float]:
-        torch.manual_seed(seed)
-        tokens = torch.arange(7).repeat(2000)  # every token follows from the one before
-        model = LanguageModel(7, 16, SampledSoftmax(16, 7, "uniform", 3))
-        records = training.train_language_model(model, tokens, tokens[:800], steps=60)
-        assert [record.step for record in records] == [0, 12, 24, 36, 48, 60]
-        return [record.loss for record in records]
-
-    first = losses(0)
-    assert first[0] > 1.5
-    assert first[-1] < 0.1
-    assert losses(0) == first
-    assert losses(1) != first
-
-
-def test_windows_walk_along_the_text():
-    tokens = torch.arange(101)
-    batches = training.windows(tokens, batch=2, length=10)
-    x, y = next(batches)
-    assert x.shape == y.shape == (2, 10)
-    assert torch.equal(y, x + 1)
-    assert x[:, 0].tolist() == [0, 50]
-    assert torch.equal(next(batches)[0], x + 10)
-    with pytest.raises(ValueError, match="a text of 101 tokens is too short for batch=50 and length=10"):
-        next(training.windows(tokens, batch=50, length=10))
-
-
-def test_corpus():
-    text = Corpus.from_texts(["a b, a", "b a once"])
-    assert text.vocabulary == [corpus.RARE, "a", "b"]
-    assert text.tokens.tolist() == [1, 2, 0, 1, 2, 1, 0]
-    assert text.counts().tolist() == [2, 3, 2]
-
-
-def test_python_corpus_has_many_classes():
-    text = python_corpus()
-    assert len(text.vocabulary) > 10_000
-    assert len(text.tokens) > 500_000
-    assert int(text.tokens.max()) == len(text.vocabulary) - 1
+def test_the_python_sources_have_many_classes(tmp_path):
+    vocabulary = prepare_text(list(python_sources()), tmp_path / "tokens.npy")
+    assert len(vocabulary.names) > 10_000
+    assert vocabulary.counts.sum() > 500_000
 
 
 def examples() -> list[str]:

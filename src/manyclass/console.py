@@ -76,14 +76,14 @@ class Bar:
 
 def prepare(name: str, settings: Settings, console: Console) -> Task[Any]:
     """Read the data of a run, with a progress bar that counts megabytes."""
-    columns = [SpinnerColumn(), "reading", TextColumn("{task.fields[read]:.1f} MB"), TimeElapsedColumn()]
+    columns = [SpinnerColumn(), "reading the data", TextColumn("{task.fields[read]}"), TimeElapsedColumn()]
     with Progress(*columns, console=console, transient=True) as progress:
-        bar, read = progress.add_task("reading", total=None, read=0.0), 0
+        bar, read = progress.add_task("reading", total=None, read=""), 0
 
         def advance(count: int) -> None:
             nonlocal read
             read += count
-            progress.update(bar, read=read / 1e6)
+            progress.update(bar, read=f"{read / 1e6:.1f} MB")
 
         return training.prepare(name, settings, advance)
 

@@ -188,6 +188,7 @@ def train(task: Task[Any], observer: Observer | None = None) -> list[Metrics]:
         )
 
     found = run.load()
+    events = _events(settings, found[1]["progress"][0] if found else 0)
     if found is not None:
         weights, rest = found
         model.restore(weights, rest["model"])
@@ -199,7 +200,6 @@ def train(task: Task[Any], observer: Observer | None = None) -> list[Metrics]:
         run.write_metrics(rows)
     else:
         rows.append(evaluation())
-    events = _events(settings, step)
     while step < steps:
         started = time.perf_counter()
         for optimizer in optimizers:
@@ -318,7 +318,10 @@ def _events(settings: Settings, step: int) -> Callable[[Metrics], None]:
     """Where evaluations go besides the table: TensorBoard, if wanted."""
     if not settings.tensorboard:
         return lambda row: None
-    from torch.utils.tensorboard import SummaryWriter  # pyright: ignore
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # pyright: ignore
+    except ModuleNotFoundError as error:
+        raise ValueError("--tensorboard needs a package: pip install 'manyclass[tensorboard]'") from error
 
     writer = SummaryWriter(str(settings.out / "tensorboard"), purge_step=step + 1)
 

@@ -1,0 +1,131 @@
+"""The paper's experiments, in miniature: real processes, tiny data."""
+
+import csv
+import dataclasses
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from manyclass import figures, reproduce
+from manyclass.reproduce import FULL, POOLED, Curve, Metrics, Point, Preset
+from manyclass.tasks import TASKS
+
+TINY = Preset((2, 20), (16,), 1, 2, "tiny")
+SHORT = "--features 8 --steps 4 --evaluations 2 --eval-examples 50"
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    """Two small data sets of three runs each, as far as their samplers go."""
+    words = " ".join(f"w{number * number % 37}" for number in range(2000))
+    (tmp_path / "data" / "ptb").mkdir(parents=True)
+    (tmp_path / "data" / "ptb" / "ptb.train.txt").write_text(words)
+    (tmp_path / "data" / "ptb" / "ptb.valid.txt").write_text(words[:900])
+    (tmp_path / "data" / "amazon-beauty").mkdir()
+    lines = [" ".join(str((user + place) % 29) for place in range(6)) for user in range(30)]
+    (tmp_path / "data" / "amazon-beauty" / "sequences.txt").write_text("\n".join(lines))
+    small = {
+        "ptb": ("lm --split blanks --batch 4 --length 5 " + SHORT, ("quadratic",)),
+        "beauty": ("next-item --model feed-forward --user-first " + SHORT, ("uniform",)),
+    }
+    for name, (options, samplers) in small.items():
+        changed = reproduce.DATASETS[name]._replace(
+            options=options, presets={"quick": ""}, samplers=samplers, fixed=(2, 20)
+        )
+        monkeypatch.setitem(reproduce.DATASETS, name, changed)
+    monkeypatch.setitem(reproduce.PRESETS, "quick", TINY)
+    return tmp_path / "data"
+
+
+def test_a_sweep_goes_on_where_it_was(tmp_path, data, monkeypatch):
+    console, out = Console(width=200, quiet=True), tmp_path / "out"
+    launched = []
+    launch = reproduce._launch
+
+    def broken_once(point, *rest):
+        launched.append(point)
+        if len(launched) == 3:
+            return subprocess.Popen([sys.executable, "-c", "raise SystemExit('no memory')"])
+        return launch(point, *rest)
+
+    monkeypatch.setattr(reproduce, "_launch", broken_once)
+    with pytest.raises(ValueError, match="ended with code 1"):
+        reproduce.sweep(["ptb"], "quick", data, out, 1, console)
+    assert len(list(out.glob("ptb/*.csv"))) == 2
+    curves = reproduce.sweep(["ptb"], "quick", data, out, 2, console)
+    points = reproduce.points("ptb", TINY)
+    assert [curve.point for curve in curves] == points
+    assert len(points) == 2 * 2 + 2 + 2 + 1
+    assert sorted(launched) == sorted([*points, launched[2]])  # one of them twice
+    assert {path.suffix for path in (out / "ptb").iterdir()} == {".csv"}
+    for curve in curves:
+        assert [row.step for row in curve.rows] == [0, 2, 4]
+    # Two seeds of the full softmax differ; the symmetric kernel is trained with the absolute softmax.
+    finals = {curve.point: curve.rows[-1].heldout_loss for curve in curves}
+    assert finals[Point("ptb", FULL, "softmax", None, 0)] != finals[Point("ptb", FULL, "softmax", None, 1)]
+    assert {point.prediction for point in points if point.sampler == "quadratic"} == {"absolute"}
+    file = tmp_path / "reproduce.csv"
+    reproduce.write(curves, file)
+    again = reproduce.read(file)
+    assert [curve.point for curve in again] == points
+    assert again[0].rows[-1].heldout_loss == pytest.approx(curves[0].rows[-1].heldout_loss, abs=1e-5)
+    for figure in ("bias", "samples", "distributions"):
+        for image in figures.draw(figure, again, tmp_path, "a note"):
+            assert image.read_bytes()[:4] == b"\x89PNG"
+    assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_what_is_trained(data, tmp_path):
+    def options(*point):
+        return " ".join(reproduce.command(Point(*point), "quick", data, tmp_path))
+
+    pool = options("beauty", POOLED, "softmax", 16, 0)
+    assert "--sampler blocks" in pool
+    assert "--num-samples 16" in pool
+    assert "--scope" not in pool
+    assert "--scope example" in options("beauty", "blocks", "softmax", 20, 0)
+    full = options("ptb", FULL, "absolute", None, 1)
+    assert "--num-samples" not in full
+    assert "--prediction absolute --seed 1 --threads 1" in full
+    with pytest.raises(FileNotFoundError, match=r"no file train\.txt\* in"):
+        options("diginetica", FULL, "softmax", None, 0)
+
+
+def test_a_symmetric_kernel_has_its_own_baseline():
+    found = reproduce.points("diginetica", reproduce.PRESETS["quick"])
+    assert {point.prediction for point in found if point.sampler == FULL} == {"softmax", "absolute"}
+    assert len({point.name for point in found}) == len(found)
+
+
+def test_means_over_seeds_are_drawn():
+    def curve(seed, loss):
+        rows = [Metrics(step, 0.1 * step, step, 0.1, 0.0, loss, None, 10) for step in (0, 5)]
+        return Curve(Point("beauty", "uniform", "softmax", 10, seed), rows)
+
+    assert figures._mean([curve(0, 2.0), curve(1, 4.0)], "uniform") == {10: 3.0}
+
+
+@pytest.mark.parametrize("name", list(reproduce.DATASETS))
+def test_the_presets_are_options_that_exist(name):
+    dataset = reproduce.DATASETS[name]
+    known = {field.name for field in dataclasses.fields(TASKS[dataset.options.split()[0]][0])}
+    for preset in reproduce.PRESETS:
+        words = f"{dataset.options} {dataset.presets[preset]} {' '.join(dataset.files)}".split()
+        assert {word[2:].replace("-", "_") for word in words if word.startswith("--")} <= known
+
+
+def test_the_csv_in_the_docs_is_of_this_sweep():
+    file = Path(__file__).parent.parent / "docs" / "results" / "reproduce.csv"
+    with file.open() as handle:
+        found = {(row["dataset"], row["sampler"], row["negatives"], row["seed"]) for row in csv.DictReader(handle)}
+    wanted = {
+        (name, point.sampler, str(point.negatives or ""), str(point.seed))
+        for name in reproduce.DATASETS
+        for point in reproduce.points(name, reproduce.PRESETS["quick"])
+    }
+    assert found == wanted
