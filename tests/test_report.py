@@ -154,11 +154,11 @@ def test_table(tmp_path):
         make_run(tmp_path / "untrained", losses=(9,)),
     ]
     text = printed(runs)
-    assert "Held-out loss is always that of the full softmax" in text
+    assert report.TITLE in text
     assert cells(text, "sampled") == ["sampled", "blocks", "4096 shared", "5.000", "148", "31", "12.4×"]
     assert cells(text, "each") == ["each", "unigram", "64 each", "4.000", "54.6", "20", "8.0×"]
     assert cells(text, "pool")[2] == "64 shared"
-    assert cells(text, "all") == ["all", "full softmax", "all", "5.000", "148", "2.5", "1.0×"]
+    assert cells(text, "all") == ["all", "full", "all", "5.000", "148", "2.5", "1.0×"]
     assert cells(text, "later")[-1] == "2.0×"
     assert cells(text, "untrained")[-2:] == ["–", "–"]
     assert "speed-up" in text
@@ -193,7 +193,7 @@ def test_page(tmp_path):
     sampled = make_run(tmp_path / "sampled", evaluation=evaluation, speed=31)
     html = written([full, sampled], tmp_path)
     summary, metrics, settings, versions = html.tables
-    assert summary[0] == ["run", "output layer", "negatives", "loss (nats)", "perplexity", "steps/s", "speed-up"]
+    assert summary[0] == ["run", "sampler", "negatives", "loss", "perplexity", "steps/s", "speed-up"]
     assert summary[2] == ["sampled", "blocks", "4096 shared", "5.000", "148", "31", "12.4×"]
     assert metrics == [["run", *evaluation], ["sampled", "200", "45", "5.1", "164"]]
     assert settings[0] == ["setting", "full", "sampled"]

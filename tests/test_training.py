@@ -166,7 +166,11 @@ def test_a_failed_reading_leaves_no_run(tmp_path):
     settings = LanguageSettings(text=[file], min_count=1, out=tmp_path / "run")
     with pytest.raises(ValueError, match="a text of 4 words is too short for --batch 32 and --length 20"):
         training.prepare("lm", settings)
-    assert not Run(tmp_path / "run").exists()
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match="must be a multiple of the 2 attention heads"):
+        train("next-item", tmp_path, features=15)
+    assert train("next-item", tmp_path, steps=1)[0]  # in the same folder
+    settings.out = tmp_path / "other"
     file.write_text("word another " * 2000)
     assert training.prepare("lm", settings).num_classes == 3
 
@@ -283,6 +287,7 @@ def test_user_features_reach_the_model(tmp_path):
         task.encode("3 nonsense")
     with pytest.raises(ValueError, match="no items to go on from"):
         task.encode("region=north")
+    assert task.encode("3 region=nowhere").inputs[1].tolist() == [[0]]
 
 
 def test_the_transformer_sees_only_the_past():
@@ -385,6 +390,8 @@ def test_tensorboard(tmp_path):
     [
         ({"lr": 0.0}, "--lr must be positive, got 0.0"),
         ({"clip": -1.0}, "--clip must be positive"),
+        ({"sampler": "full", "num_samples": 3}, "--sampler full has no negatives, so it takes no --num-samples"),
+        ({"power": 0.5}, "--power is for unigram, not for blocks"),
         ({"epochs": math.nan}, "--epochs must be positive, got nan"),
         ({"num_samples": 3, "target_bias": 0.1}, "give --num-samples or --target-bias, not both"),
         (

@@ -14,7 +14,7 @@ from rich.console import Console
 from .settings import ClassifySettings, LanguageSettings, NextItemSettings, Settings, panel
 
 app = typer.Typer(
-    help="Train a softmax over thousands to millions of classes by adaptive, kernel based sampling.",
+    invoke_without_command=True,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -33,7 +33,12 @@ RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run,
 def _start(out: Path, threads: int | None) -> Console:
     from .console import start
 
-    return start(out, threads)
+    out.mkdir(parents=True, exist_ok=True)  # first, so that a bad path does not cost the work
+    return start(threads)
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(loss):.1f}" if loss < 50 else "beyond all bounds"
 
 
 def _train_command(name: str, kind: type[Settings]) -> None:
@@ -43,7 +48,7 @@ def _train_command(name: str, kind: type[Settings]) -> None:
         from . import console as show
 
         settings = kind(**options)
-        console = show.start(settings.out, settings.threads)
+        console = show.start(settings.threads)
         task = show.prepare(name, settings, console)
         console.print(
             f"{task.num_classes:,} classes; {task.train_examples:,} training and {task.heldout_examples:,} held-out "
@@ -53,8 +58,10 @@ def _train_command(name: str, kind: type[Settings]) -> None:
         with show.progress_bars(console) as progress:
             rows, stopped = show.train(task, progress, settings.sampler)
         last = rows[-1]
-        perplexity = f", perplexity {math.exp(min(last.heldout_loss, 700)):.1f}" if name == "lm" else ""
-        console.print(f"step {last.step}: held-out loss {last.heldout_loss:.4f} nats{perplexity}", soft_wrap=True)
+        perplexity = f", perplexity {_perplexity(last.heldout_loss)}" if name == "lm" else ""
+        console.print(
+            f"evaluated at step {last.step}: held-out loss {last.heldout_loss:.4f} nats{perplexity}", soft_wrap=True
+        )
         if stopped:
             console.print("stopped; give the same command with --resume to go on")
             raise typer.Exit(130)
@@ -82,6 +89,18 @@ _train_command("next-item", NextItemSettings)
 _train_command("classify", ClassifySettings)
 
 
+@app.callback()
+def main(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and stop.")] = False,
+) -> None:
+    """Train a softmax over thousands to millions of classes by adaptive, kernel based sampling."""
+    if version:
+        from importlib.metadata import version as installed
+
+        print(f"manyclass {installed('manyclass')}")
+        raise typer.Exit
+
+
 @app.command()
 def evaluate(
     run: RunFolder,
@@ -89,7 +108,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="Held-out examples; default: all.")] = None,
     threads: Threads = None,
 ) -> None:
-    """Exact loss, and recall, MRR and NDCG over all classes, on the held-out data of a run; never sampled."""
+    """Exact loss, recall, precision, MRR and NDCG over all classes, on the held-out data of a run; never sampled."""
     from rich.table import Table
 
     from . import training
@@ -106,7 +125,9 @@ def evaluate(
         found = {"loss": loss, "perplexity": math.exp(min(loss, 700)), **found}
     examples = min(limit or task.heldout_examples, task.heldout_examples)
     folder.write_json("evaluation.json", {"step": step, "examples": examples, **found})
-    table = Table(title=f"{run}, step {step}: {examples:,} held-out examples, all {task.num_classes:,} classes")
+    what = f"{run}, step {step}: {examples:,} held-out examples, all {task.num_classes:,} classes"
+    console.print(what, soft_wrap=True)
+    table = Table()
     table.add_column("measure")
     table.add_column("value", justify="right")
     for name, value in found.items():
@@ -195,7 +216,7 @@ def synth(
     from .data.synth import synthesise
 
     with Progress(transient=True) as progress:
-        bar = progress.add_task("users", total=users)
+        bar = progress.add_task("interactions", total=users * length)
         synthesise(
             out, items=items, users=users, length=length, seed=seed, advance=lambda done: progress.advance(bar, done)
         )

@@ -4,7 +4,6 @@ import math
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -12,9 +11,9 @@ import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
-    SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -26,9 +25,8 @@ from .settings import Settings
 from .tasks import Task
 
 
-def start(out: Path, threads: int | None) -> Console:
-    """Make the folder ``out`` and set the number of threads."""
-    out.mkdir(parents=True, exist_ok=True)  # first, so that a bad path does not cost the work
+def start(threads: int | None) -> Console:
+    """Set the number of threads."""
     if threads is not None:
         torch.set_num_threads(threads)
     torch.sparse.check_sparse_tensor_invariants.disable()  # else torch warns that this is its default
@@ -75,17 +73,17 @@ class Bar:
 
 
 def prepare(name: str, settings: Settings, console: Console) -> Task[Any]:
-    """Read the data of a run, with a progress bar that counts megabytes."""
-    columns = [SpinnerColumn(), "reading the data", TextColumn("{task.fields[read]}"), TimeElapsedColumn()]
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar, read = progress.add_task("reading", total=None, read=""), 0
-
-        def advance(count: int) -> None:
-            nonlocal read
-            read += count
-            progress.update(bar, read=f"{read / 1e6:.1f} MB")
-
-        return training.prepare(name, settings, advance)
+    """Read the data of a run, with a progress bar; tables are read at once, so theirs only shows that it lives."""
+    files = [
+        *(getattr(settings, "text", None) or ()),
+        getattr(settings, "data", None),
+        getattr(settings, "heldout", None),
+    ]
+    size = sum(file.stat().st_size for file in files if file is not None and file.exists())
+    columns = ["reading the data", BarColumn(), DownloadColumn(), TimeElapsedColumn()]
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=None if hasattr(settings, "interactions") else size or None)
+        return training.prepare(name, settings, lambda read: progress.advance(bar, read))
 
 
 @contextmanager

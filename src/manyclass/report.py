@@ -17,7 +17,7 @@ from .atomic import replacing
 COLUMNS = ("step", "epoch", "seconds", "lr", "train_loss", "heldout_loss", "bias", "num_samples")
 CONFIG = {"task": str, "num_classes": int, "settings": dict}
 TASKS = {"lm": "Language model", "next-item": "Next item", "classify": "Classification"}
-TITLE = "Held-out loss is always that of the full softmax"
+TITLE = "Held-out loss in nats, always that of the full softmax"
 STEPS, SECONDS = "training steps", "training time (seconds)"
 LOSS = "held-out loss under the full softmax (nats)"
 NONE = "–"
@@ -77,6 +77,8 @@ class Run:
 def load(folder: Path) -> Run:
     """Read a run directory; an error names the file and says what is wrong with it."""
     folder = folder.resolve()
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"{folder} is not the folder of a run: it has no config.json")
     config = _load_json(folder / "config.json")
     for key, kind in CONFIG.items():
         if not isinstance(config.get(key), kind):
@@ -267,9 +269,9 @@ def _summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     full = next((run.steps_per_second for run in runs if run.sampler == "full"), math.nan)
     metrics = _keys(run.evaluation or {} for run in runs if run.task != "lm")
     columns: dict[str, Callable[[Run], str]] = {
-        "output layer": lambda run: "full softmax" if run.sampler == "full" else run.sampler,
+        "sampler": lambda run: run.sampler,
         "negatives": _negatives,
-        "loss (nats)": lambda run: f"{run.loss:.3f}" if math.isfinite(run.loss) else DIVERGED,
+        "loss": lambda run: f"{run.loss:.3f}" if math.isfinite(run.loss) else DIVERGED,
         "perplexity": lambda run: _number(_perplexity(run.loss)) if run.task == "lm" else NONE,
     }
     # The page has all measures; here there is room for three, at the largest cut-off.

@@ -24,7 +24,7 @@ class Metrics(NamedTuple):
     seconds: float
     lr: float
     #: Mean training loss since the evaluation before; sampled, unless the run has the full softmax.
-    train_loss: float
+    train_loss: float | None
     #: Under the full softmax, always, in nats.
     heldout_loss: float
     #: Estimated bias of the sampled loss in nats.
@@ -45,7 +45,7 @@ class Run:
         self.vocabulary = folder / "vocabulary.parquet"
 
     def exists(self) -> bool:
-        """Whether a run has begun here: its data are prepared and its settings written."""
+        """Whether a run has begun here."""
         return (self.folder / "config.json").exists()
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:

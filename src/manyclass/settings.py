@@ -96,6 +96,12 @@ class Settings:
                 raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
         if self.num_samples is not None and self.target_bias is not None:
             raise ValueError("give --num-samples or --target-bias, not both")
+        if self.sampler == "full":
+            for name in ("num_samples", "target_bias"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"--sampler full has no negatives, so it takes no --{name.replace('_', '-')}")
+        if self.power != 1.0 and self.sampler != "unigram":
+            raise ValueError(f"--power is for unigram, not for {self.sampler}")
         if self.scope is not None and self.sampler not in SCOPED:
             raise ValueError(f"--scope is for {', '.join(SCOPED)}, not for {self.sampler}")
 

@@ -2,8 +2,10 @@
 
 import math
 import platform
+import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Any, Protocol, cast
 
@@ -119,7 +121,7 @@ class Silent:
 
 
 def prepare(name: str, settings: Settings, advance: Callable[[int], None] = lambda read: None) -> Task[Any]:
-    """Begin a run: read the data into its folder and write its settings; or, with ``resume``, find them there."""
+    """Read the data of a run into its folder; or, with ``resume``, find them there."""
     run, (_, kind) = Run(settings.out), TASKS[name]
     if run.exists():
         if not settings.resume:
@@ -131,22 +133,19 @@ def prepare(name: str, settings: Settings, advance: Callable[[int], None] = lamb
             new, old = settings.to_json()[option], config["settings"].get(option)
             raise ValueError(f"{settings.out} was begun with {option}={old}, so it cannot go on with {option}={new}")
         return kind(settings, run.data, Vocabulary.read(run.vocabulary))
-    settings.out.mkdir(parents=True, exist_ok=True)
-    with replacing(run.data) as temporary:
-        temporary.mkdir()
-        vocabulary = kind.prepare(settings, temporary, advance)
-        task = kind(settings, temporary, vocabulary)  # complains if it cannot be trained on
-        if run.data.exists():  # of a run that was stopped before it had begun
-            for file in run.data.iterdir():
-                file.unlink()
+    try:
+        with replacing(run.data) as temporary:
+            temporary.mkdir()
+            vocabulary = kind.prepare(settings, temporary, advance)
+            kind(settings, temporary, vocabulary)  # complains if it cannot be trained on
+            if run.data.exists():  # of a run that was stopped before it had begun
+                shutil.rmtree(run.data)
+    except BaseException:
+        with suppress(OSError):  # leave nothing behind
+            settings.out.rmdir()
+        raise
     task = kind(settings, run.data, vocabulary)
     vocabulary.write(run.vocabulary)
-    about = {"manyclass": version("manyclass"), "torch": torch.__version__, "python": platform.python_version()}
-    sizes = {name: getattr(task, name) for name in ("num_classes", "train_examples", "heldout_examples")}
-    run.write_json(
-        "config.json",
-        {"task": name, **about, **sizes, "threads": torch.get_num_threads(), "settings": settings.to_json()},
-    )
     return task
 
 
@@ -158,6 +157,8 @@ def train(task: Task[Any], observer: Observer | None = None) -> list[Metrics]:
     settings, observer, run = task.settings, observer or Silent(), Run(task.settings.out)
     torch.manual_seed(settings.seed)
     model = Model(task, settings)
+    if not run.exists():  # not before: what no model can be made of is no run
+        run.write_json("config.json", _config(task))
     optimizers = _optimizers(model, settings)
     steps = settings.steps or max(1, round(settings.epochs * task.steps_per_epoch))
     milestones = {round(steps * part / settings.evaluations) for part in range(settings.evaluations + 1)} - {0}
@@ -180,11 +181,13 @@ def train(task: Task[Any], observer: Observer | None = None) -> list[Metrics]:
         bias = number = None
         if settings.sampler != "full":
             number = model.head.num_samples
+            if model.head.sampler.distinct:
+                number = min(number, task.num_classes)
             bias = model.head.diagnostics().bias if step else None
         rate = settings.lr * schedule(settings.schedule, max(0, step - 1) / steps)
         loss = evaluate(model, task, settings.eval_examples)["loss"]
         return Metrics(
-            step, step / task.steps_per_epoch, seconds, rate, total / count if count else math.nan, loss, bias, number
+            step, step / task.steps_per_epoch, seconds, rate, total / count if count else None, loss, bias, number
         )
 
     found = run.load()
@@ -228,6 +231,20 @@ def train(task: Task[Any], observer: Observer | None = None) -> list[Metrics]:
         if stopped:
             break
     return rows
+
+
+def _config(task: Task[Any]) -> dict[str, Any]:
+    return {
+        "task": task.name,
+        "manyclass": version("manyclass"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "num_classes": task.num_classes,
+        "train_examples": task.train_examples,
+        "heldout_examples": task.heldout_examples,
+        "threads": torch.get_num_threads(),
+        "settings": task.settings.to_json(),
+    }
 
 
 def schedule(name: str, done: float) -> float:

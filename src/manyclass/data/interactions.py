@@ -63,7 +63,7 @@ def read_interactions(
     put in the order of the timestamp, equal ones in the order of the file. Without a column ``timestamp`` the order
     is that of the file. Any other file has one sequence per line, items separated by blanks; with ``user_first`` the
     first word of a line is its user. All but ``.parquet`` may be compressed (``.gz``, ``.xz``, ``.bz2``).
-    Memory: the file and its columns.
+    Memory: these columns, and the file if it is compressed.
     """
     positive_int("min_count", min_count)
     raw = _read(file, user, item, timestamp, features, user_first)

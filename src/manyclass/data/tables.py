@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
 
-from .files import bare_suffix, open_bytes, read_lines
+from .files import COMPRESSED, bare_suffix, open_bytes, read_lines
 
 SUFFIXES = (".csv", ".tsv", ".parquet", ".jsonl", ".ndjson")
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -80,17 +80,21 @@ def _read_parquet(file: Path, wanted: list[str], optional: str | None, names: li
 
 def _read_csv(file: Path, wanted: list[str], optional: str | None) -> pl.DataFrame:
     """All columns as strings, so that names stay what the file says."""
-    with open_bytes(file) as source:
-        data = source.read()
-    if not data:
+    if file.stat().st_size == 0:
         raise ValueError(f"{file}: the file is empty")
+    # Polars maps a plain file into memory; what is compressed has to be there whole.
+    source = file
+    if file.suffix in COMPRESSED:
+        with open_bytes(file) as compressed:
+            source = io.BytesIO(compressed.read())
     separator = _SEPARATORS[bare_suffix(file)]
-    options = {"separator": separator, "quote_char": '"' if separator == "," else None, "infer_schema": False}
+    quote = '"' if separator == "," else None
+    options: dict[str, Any] = {"separator": separator, "quote_char": quote, "infer_schema": False, "glob": False}
     try:
-        header = pl.read_csv(io.BytesIO(data), n_rows=0, **options).columns
+        header = pl.read_csv(source, n_rows=0, **options).columns
         columns = _present(file, wanted, optional, header)
         # Polars fills short lines up with nulls; the last column shows them.
-        frame = pl.read_csv(io.BytesIO(data), columns=list({*columns, header[-1]}), **options)
+        frame = pl.read_csv(source, columns=list({*columns, header[-1]}), **options)
         if frame[header[-1]].null_count():
             _check_all(file)
     except pl.exceptions.PolarsError as error:

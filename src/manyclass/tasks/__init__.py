@@ -12,7 +12,7 @@ __all__ = ["TASKS", "Batch", "Classify", "Language", "NextItem", "Task"]
 
 #: By name on the command line: settings, and the task that they are for.
 TASKS: dict[str, tuple[type[Any], type[Task[Any]]]] = {
-    "lm": (LanguageSettings, Language),
-    "next-item": (NextItemSettings, NextItem),
-    "classify": (ClassifySettings, Classify),
+    Language.name: (LanguageSettings, Language),
+    NextItem.name: (NextItemSettings, NextItem),
+    Classify.name: (ClassifySettings, Classify),
 }

@@ -42,6 +42,8 @@ class Task(ABC, Generic[S]):
         vocabulary: the classes.
     """
 
+    #: On the command line.
+    name: str
     #: Batches of an epoch follow each other in the text, so the trunk has a state that they hand on.
     recurrent = False
     train_examples: int

@@ -17,7 +17,7 @@ from .base import EVALUATED, IGNORE, Advance, Batch, Task, every, read_facts, te
 
 #: Without a held-out file, one of so many documents.
 HELDOUT = 10
-PAIR = re.compile(r"(\d+):(\S+)")
+PAIR = re.compile(r"(\d+):([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
 
 
 class _Part:
@@ -43,6 +43,8 @@ class _Part:
 
 class Classify(Task[ClassifySettings]):
     """Documents in an order that is new in each epoch; every label of a document is an example."""
+
+    name = "classify"
 
     def __init__(self, settings: ClassifySettings, folder: Path, vocabulary: Vocabulary) -> None:
         super().__init__(settings, folder, vocabulary)

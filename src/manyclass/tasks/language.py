@@ -23,6 +23,7 @@ WINDOW = 50
 class Language(Task[LanguageSettings]):
     """Streams of a text, walked along ``length`` words at a time."""
 
+    name = "lm"
     recurrent = True
 
     def __init__(self, settings: LanguageSettings, folder: Path, vocabulary: Vocabulary) -> None:

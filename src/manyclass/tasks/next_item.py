@@ -59,6 +59,8 @@ class _Part:
 class NextItem(Task[NextItemSettings]):
     """Histories of users, and the item that each of them takes next."""
 
+    name = "next-item"
+
     def __init__(self, settings: NextItemSettings, folder: Path, vocabulary: Vocabulary) -> None:
         super().__init__(settings, folder, vocabulary)
         self.history = settings.history or HISTORY[settings.model]
@@ -127,10 +129,14 @@ class NextItem(Task[NextItemSettings]):
     def encode(self, line: str) -> Batch:
         """Items of a history, oldest first; ``column=value`` words are the user's features."""
         names = {name: index for index, name in enumerate(self.feature_names)}
-        words = line.split()
         columns = self.settings.user_feature or []
-        features = {word.split("=", 1)[0]: names[word] for word in words if word in names}
-        items = [word for word in words if word not in names]
+        features, items = {}, []
+        for word in line.split():
+            column = word.partition("=")[0]
+            if "=" in word and column in columns:
+                features[column] = names.get(word, 0)  # a value that nobody had is unknown
+            else:
+                items.append(word)
         unknown = [word for word in items if word not in self.ids]
         if unknown:
             raise ValueError(f"unknown item {unknown[0]!r}")
