@@ -293,52 +293,38 @@ PresetName = Annotated[
 Jobs = Annotated[int | None, typer.Option(min=1, help="Runs at a time, of one thread each; default: one per core.")]
 
 
-def _reproduce(figure: str, datasets: list[str] | None, data: Path, preset: str, out: Path, jobs: int | None) -> None:
-    """Train what is not trained yet, and draw one of the paper's figures, for all data sets."""
-    import os
+def _reproduce_command(figure: str, help: str) -> None:
+    """Make ``manyclass reproduce FIGURE``."""
 
-    from . import checks, figures
-    from . import reproduce as experiments
+    def command(
+        data: Data,
+        dataset: DatasetNames = None,
+        preset: PresetName = "quick",
+        out: Out = Path("out/reproduce"),
+        jobs: Jobs = None,
+    ) -> None:
+        import os
 
-    console = _start(out, None)
-    names = [checks.one_of("--dataset", name, tuple(experiments.DATASETS)) for name in datasets or experiments.DATASETS]
-    curves = experiments.sweep(names, preset, data, out / preset, jobs or os.cpu_count() or 1, console)
-    experiments.write(curves, out / "reproduce.csv")
-    for file in figures.draw(figure, curves, out, experiments.PRESETS[preset].note):
-        console.print(str(file), soft_wrap=True)
+        from . import checks, figures
+        from . import reproduce as experiments
 
+        console = _start(out, None)
+        known = tuple(experiments.DATASETS)
+        names = [checks.one_of("--dataset", name, known) for name in dataset or known]
+        curves = experiments.sweep(names, preset, data, out / preset, jobs or os.cpu_count() or 1, console)
+        experiments.write(curves, out / "reproduce.csv")
+        for file in figures.draw(figure, curves, out, experiments.PRESETS[preset].note):
+            console.print(str(file), soft_wrap=True)
 
-@reproduce.command("bias")
-def reproduce_bias(
-    data: Data,
-    dataset: DatasetNames = None,
-    preset: PresetName = "quick",
-    out: Out = Path("out/reproduce"),
-    jobs: Jobs = None,
-) -> None:
-    """Final quality against the number of negatives, for every sampler (Figure 2)."""
-    _reproduce("bias", dataset, data, preset, out, jobs)
-
-
-@reproduce.command("samples")
-def reproduce_samples(
-    data: Data,
-    dataset: DatasetNames = None,
-    preset: PresetName = "quick",
-    out: Out = Path("out/reproduce"),
-    jobs: Jobs = None,
-) -> None:
-    """Convergence for varying numbers of negatives, against epochs and time (Figures 3, 5 and 6)."""
-    _reproduce("samples", dataset, data, preset, out, jobs)
+    reproduce.command(
+        figure, help=f"{help} All figures are drawn from the same runs; what is trained is not trained again."
+    )(command)
 
 
-@reproduce.command("distributions")
-def reproduce_distributions(
-    data: Data,
-    dataset: DatasetNames = None,
-    preset: PresetName = "quick",
-    out: Out = Path("out/reproduce"),
-    jobs: Jobs = None,
-) -> None:
-    """Convergence of the samplers at fixed numbers of negatives, against epochs and time (Figures 4 and 7)."""
-    _reproduce("distributions", dataset, data, preset, out, jobs)
+_reproduce_command("bias", "Final quality against the number of negatives, for every sampler (Figure 2).")
+_reproduce_command(
+    "samples", "Convergence for varying numbers of negatives, against epochs and time (Figures 3, 5, 6)."
+)
+_reproduce_command(
+    "distributions", "Convergence of the samplers at fixed numbers, against epochs and time (Figures 4, 7)."
+)
