@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .reproduce import DATASETS, FULL, POOLED, Curve
+from .reproduce import DATASETS, FULL, POOLED, Curve, Point
 
 # Okabe and Ito's colours, told apart by colour-blind people, too.
 STYLES = {
@@ -53,10 +53,11 @@ def bias(curves: Sequence[Curve], file: Path, note: str) -> None:
             if finals:
                 axes.axhline(sum(finals) / len(finals), color="#444444", linestyle=dashes, label=label)
         numbers = sorted({curve.point.negatives for curve in own if curve.point.negatives})
-        axes.set(xscale="log", xlabel="negatives that an example sees, m", title=_title(name), ylabel=_quality(name))
+        axes.set(xscale="log", xlabel="negatives that an example sees, m", ylabel=_quality(name))
         axes.set_xticks(numbers, [str(number) for number in numbers])
-        _quality_axis(axes, name)
-    panels[0].legend(fontsize="small")
+        axes.minorticks_off()
+        _range(axes, curves, name, _title(name), {f"{point.sampler}, m = {point.negatives}": point for point, _ in own})
+    _legend(figure, panels[0])
     figure.savefig(file, dpi=110)
 
 
@@ -75,9 +76,13 @@ def samples(curves: Sequence[Curve], file: Path, note: str, against: str = "epoc
             _draw(axes, curve, against, color=colour, marker=".", label=f"m = {curve.point.negatives}")
         prediction = own[0].point.prediction
         _baselines(axes, curves, against, (prediction,))
-        axes.set(title=f"{_title(name)}: {sampler}", xlabel=AXES[against], ylabel=_quality(name))
-        axes.legend(fontsize="small")
-    _finish(figure, panels, len(found), curves, name, file)
+        axes.set(xlabel=AXES[against], ylabel=_quality(name))
+        axes.legend(fontsize="small", loc="upper right")
+        points = {f"m = {curve.point.negatives}": curve.point for curve in own}
+        _range(axes, curves, name, f"{_title(name)}: {sampler}", points)
+    for axes in panels[len(found) :]:
+        axes.remove()
+    figure.savefig(file, dpi=110)
 
 
 def distributions(curves: Sequence[Curve], file: Path, note: str, against: str = "epoch") -> None:
@@ -96,9 +101,11 @@ def distributions(curves: Sequence[Curve], file: Path, note: str, against: str =
             colour, marker = STYLES[POOLED]
             _draw(axes, pools[-1], against, color=colour, marker=marker, label=label)
         _baselines(axes, curves, against, tuple(BASELINES))
-        axes.set(title=f"{_title(name)}: m = {number}", xlabel=AXES[against], ylabel=_quality(name))
-    panels[0].legend(fontsize="small")
-    _finish(figure, panels, len(fixed), curves, name, file)
+        axes.set(xlabel=AXES[against], ylabel=_quality(name))
+        points = {curve.point.sampler: curve.point for curve in curves if curve.point.negatives == number}
+        _range(axes, curves, name, f"{_title(name)}: m = {number}", points)
+    _legend(figure, panels[0])
+    figure.savefig(file, dpi=110)
 
 
 def _figure(rows: int, columns: int, note: str) -> tuple[Any, list[Any]]:
@@ -109,16 +116,32 @@ def _figure(rows: int, columns: int, note: str) -> tuple[Any, list[Any]]:
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
-def _finish(figure: Any, panels: list[Any], used: int, curves: Sequence[Curve], name: str, file: Path) -> None:
-    """The same range in all panels: from the best loss to a little above the worst final one."""
-    finals = [_final(curve) for curve in curves if math.isfinite(_final(curve))]
-    low, high = min(finals), max(finals)
-    for axes in panels[:used]:
-        _quality_axis(axes, name)
-        axes.set_ylim(low * 0.9 if DATASETS[name].perplexity else low - 0.05 * (high - low), high * 1.25)
-    for axes in panels[used:]:
-        axes.remove()
-    figure.savefig(file, dpi=110)
+def _range(axes: Any, curves: Sequence[Curve], name: str, title: str, points: dict[str, Point]) -> None:
+    """Show what is near the full softmax; what ends above that is told in the title."""
+    finals = {curve.point: _final(curve) for curve in curves if curve.point.dataset == name}
+    best = min(value for point, value in finals.items() if point.sampler == FULL)
+    if DATASETS[name].perplexity:
+        low, high = 0.95 * best, 3 * best
+        axes.set_yscale("log")
+    else:
+        low, high = best - 0.15, best + 1.5
+    axes.set_ylim(low, high)
+    above = [
+        f"{label}: {finals[point]:,.{0 if high > 100 else 1}f}"
+        for label, point in points.items()
+        if finals[point] > high
+    ]
+    axes.set_title(
+        title + "".join(f"\nabove: {'; '.join(above[start : start + 2])}" for start in range(0, len(above), 2))
+    )
+    axes.title.set_fontsize("medium")
+    _quality_axis(axes, name)
+
+
+def _legend(figure: Any, axes: Any) -> None:
+    """One legend for all panels, below them."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize="small")
 
 
 def _draw(axes: Any, curve: Curve, against: str, **style: Any) -> None:
@@ -161,7 +184,6 @@ def _quality_axis(axes: Any, dataset: str) -> None:
 
     axes.grid(alpha=0.3, which="both")
     if DATASETS[dataset].perplexity:
-        axes.set_yscale("log")
         axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.yaxis.set_minor_formatter(ScalarFormatter())
 
