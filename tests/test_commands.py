@@ -86,7 +86,7 @@ def test_a_language_model_from_a_text_to_predictions(tmp_path):
     printed = manyclass("report", "run", "second", "--out", "page.html", cwd=tmp_path)
     assert "1.0×" in printed
     assert "speed-up" in printed
-    assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
 
 
 def test_a_recommender_from_synthetic_clicks(tmp_path):

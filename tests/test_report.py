@@ -134,7 +134,7 @@ def test_broken_runs_name_the_file(tmp_path, file, content, message):
 def test_missing_files_are_named(tmp_path, file):
     make_run(tmp_path / "run")
     (tmp_path / "run" / file).unlink()
-    with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "run" / file))):
+    with pytest.raises(FileNotFoundError, match=rf"{re.escape(str(tmp_path / 'run'))}.*{re.escape(file)}"):
         report.load(tmp_path / "run")
 
 
@@ -180,7 +180,7 @@ def test_metrics_stand_for_perplexity_beyond_language(tmp_path):
 def test_runs_that_do_not_compare(tmp_path):
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", num_classes=50)]
     message = "The runs have different numbers of classes: their losses do not compare."
-    assert message in printed(runs)
+    assert message in " ".join(printed(runs).split())
     html = written(runs, tmp_path)
     assert message in html.texts
     assert "Language model over 50 to 69,919 classes" in html.texts

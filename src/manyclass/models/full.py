@@ -26,5 +26,6 @@ class FullSoftmax(SampledSoftmax):
         """Mean loss of ``input (*batch, in_features)`` and ``target (*batch)`` over all classes."""
         if not self.training:
             return super().forward(input, target)
-        logits = functional.output(F.linear(input, self.weight, self.bias), self.prediction)
-        return F.cross_entropy(logits.flatten(0, -2), target.flatten(), ignore_index=self.ignore_index)
+        kept = target != self.ignore_index
+        logits = functional.output(F.linear(input[kept], self.weight, self.bias), self.prediction)
+        return F.cross_entropy(logits, target[kept])
