@@ -118,12 +118,19 @@ def test_a_classifier_from_labelled_documents(tmp_path):
     assert printed.splitlines()[1].split()[1] == "4"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_killed_process_loses_nothing_that_was_saved(tmp_path, number):
-    write_text(tmp_path)
-    arguments = ["train", "lm", "--text", "text.txt", "--features", 32, "--dropout", 0.2, "--threads", 1]
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nobody stopped, and how it was made."""
+    folder = tmp_path_factory.mktemp("whole")
+    arguments = ["train", "lm", "--text", write_text(folder), "--features", 32, "--dropout", 0.2, "--threads", 1]
     arguments += ["--steps", 400, "--evaluations", 4, "--checkpoint-every", 20]
-    manyclass(*arguments, "--out", "whole", cwd=tmp_path)
+    manyclass(*arguments, "--out", folder / "run", cwd=folder)
+    return folder / "run", arguments
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_killed_process_loses_nothing_that_was_saved(tmp_path, whole, number):
+    expected, arguments = whole
     folder = tmp_path / "parts"
     process = subprocess.Popen(
         command(*arguments, "--out", "parts"), cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL
@@ -142,12 +149,12 @@ def test_a_killed_process_loses_nothing_that_was_saved(tmp_path, number):
     printed = manyclass(*arguments, "--out", "parts", "--resume", cwd=tmp_path)
     assert "step 400" in printed
     rows = []
-    for name in ("whole", "parts"):
-        with (tmp_path / name / "metrics.csv").open() as file:
+    for run in (expected, folder):
+        with (run / "metrics.csv").open() as file:
             rows.append([{**row, "seconds": ""} for row in csv.DictReader(file)])
     assert rows[0] == rows[1]
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-000000400"]
-    weights = [load_file(tmp_path / name / "checkpoint-000000400" / "model.safetensors") for name in ("whole", "parts")]
+    weights = [load_file(run / "checkpoint-000000400" / "model.safetensors") for run in (expected, folder)]
     assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
 
 

@@ -155,9 +155,12 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         run.save(2, {"a": torch.zeros(2)}, {"x": 2})
     weights, state = run.load()
+    (tmp_path / ".99.checkpoint-000000002").mkdir()  # of a process that was killed
     assert torch.equal(weights["a"], torch.ones(2))
     assert state == {"x": 1}
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000000001"]
+    monkeypatch.undo()
+    run.save(2, weights, {"x": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000000002"]
 
 
 def test_a_failed_reading_leaves_no_run(tmp_path):

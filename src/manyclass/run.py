@@ -70,7 +70,8 @@ class Run:
 
     def save(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Write a checkpoint, then drop the ones before it."""
-        before = self._checkpoints()
+        # Of a process that was killed while it wrote, too.
+        before = [*self._checkpoints(), *self.folder.glob(f".*.{CHECKPOINT}*")]
         with replacing(self.folder / f"{CHECKPOINT}{step:09d}") as temporary:
             temporary.mkdir(parents=True)
             save_file(weights, temporary / "model.safetensors")
