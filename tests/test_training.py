@@ -154,6 +154,7 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(OSError, match="disk full"):
         run.save(2, {"a": torch.zeros(2)}, {"x": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000000001"]
     weights, state = run.load()
     (tmp_path / ".99.checkpoint-000000002").mkdir()  # of a process that was killed
     assert torch.equal(weights["a"], torch.ones(2))
