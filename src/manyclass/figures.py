@@ -77,7 +77,7 @@ def samples(curves: Sequence[Curve], file: Path, note: str, against: str = "epoc
         prediction = own[0].point.prediction
         _baselines(axes, curves, against, (prediction,))
         axes.set(xlabel=AXES[against], ylabel=_quality(name))
-        axes.legend(fontsize="small", loc="upper right")
+        axes.legend(fontsize="small", loc="lower left")
         points = {f"m = {curve.point.negatives}": curve.point for curve in own}
         _range(axes, curves, name, f"{_title(name)}: {sampler}", points)
     for axes in panels[len(found) :]:
