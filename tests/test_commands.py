@@ -80,7 +80,6 @@ def test_a_language_model_from_a_text_to_predictions(tmp_path):
     weight = load_file(tmp_path / "exported" / "classes.safetensors")["weight"]
     saved = load_file(next(folder.glob("checkpoint-*")) / "model.safetensors")
     assert torch.equal(weight, saved["head.embedding.weight"])
-    (folder / "second").mkdir()
     second = ("--sampler", "full", "--steps", 3, "--evaluations", 1, "--out", "second")
     manyclass("train", "lm", "--text", "text.txt", *small, *second, cwd=tmp_path)
     printed = manyclass("report", "run", "second", "--out", "page.html", cwd=tmp_path)

@@ -93,7 +93,7 @@ def test_every_task_learns_and_writes_its_run(tmp_path, name, options):
 
 @pytest.mark.parametrize(("name", "options"), CASES[:2] + CASES[3:5] + CASES[9:])
 def test_a_stopped_run_goes_on_to_the_same_numbers(tmp_path, name, options):
-    class StopAt(training.Silent):
+    class StopAt(training.Observer):
         def __init__(self, at):
             self.at = at
 

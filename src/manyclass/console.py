@@ -33,7 +33,7 @@ def start(threads: int | None) -> Console:
     return Console()
 
 
-class Bar:
+class Bar(training.Observer):
     """The progress bar of a run; Ctrl-C stops the run after its step, a second one at once.
 
     Args:

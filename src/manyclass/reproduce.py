@@ -28,8 +28,6 @@ POOLED = "blocks, pool"
 class Dataset(NamedTuple):
     """What to train on, and how."""
 
-    #: In the paper.
-    stands_for: str
     title: str
     #: Files that the user brings, each with a name of an option and a pattern below --data.
     files: dict[str, str]
@@ -45,7 +43,6 @@ class Dataset(NamedTuple):
 
 DATASETS = {
     "ptb": Dataset(
-        "Penn Tree Bank",
         "Penn Tree Bank, 10k words",
         {"--text": "ptb.train.txt*", "--heldout": "ptb.valid.txt*"},
         "lm --split blanks --min-count 1 --features 200 --layers 2 --batch 20 --length 35 --optimizer sgd",
@@ -61,7 +58,6 @@ DATASETS = {
         perplexity=True,
     ),
     "beauty": Dataset(
-        "YouTube10k",
         "Amazon Beauty, 12k items",
         {"--interactions": "sequences.txt*"},
         "next-item --model feed-forward --user-first --features 64 --dropout 0 --batch 256 --lr 0.05",
@@ -70,7 +66,6 @@ DATASETS = {
         (10, 40, 160),
     ),
     "diginetica": Dataset(
-        "YouTube100k",
         "Diginetica, 43k items",
         {"--interactions": "train.txt*", "--heldout": "test.txt*"},
         "next-item --model feed-forward --features 64 --dropout 0 --batch 512 --lr 0.05",

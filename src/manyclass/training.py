@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .atomic import replacing
 from .clip import clip_grad_norm_
 from .data import Vocabulary
+from .data.files import Advance, ignore
 from .head import SampledSoftmax
 from .models import FullSoftmax
 from .run import Metrics, Run
@@ -98,8 +99,8 @@ class Model(nn.Module):
         self.load_state_dict({**shared, **rest})
 
 
-class Observer(Protocol):
-    """Is told how a run goes on, and asked whether to go on."""
+class Observer:
+    """Is told how a run goes on, and asked whether to go on; this one says nothing and lets it go on."""
 
     def step(self, step: int, steps: int, last: Metrics) -> None:
         """A step is done."""
@@ -109,18 +110,7 @@ class Observer(Protocol):
         return False
 
 
-class Silent:
-    """An observer who says nothing."""
-
-    def step(self, step: int, steps: int, last: Metrics) -> None:
-        """Nothing to do."""
-
-    def stopped(self) -> bool:
-        """Never."""
-        return False
-
-
-def prepare(name: str, settings: Settings, advance: Callable[[int], None] = lambda read: None) -> Task[Any]:
+def prepare(name: str, settings: Settings, advance: Advance = ignore) -> Task[Any]:
     """Read the data of a run into its folder; or, with ``resume``, find them there."""
     run, (_, kind) = Run(settings.out), TASKS[name]
     if run.exists():
@@ -137,16 +127,15 @@ def prepare(name: str, settings: Settings, advance: Callable[[int], None] = lamb
         with replacing(run.data) as temporary:
             temporary.mkdir()
             vocabulary = kind.prepare(settings, temporary, advance)
-            kind(settings, temporary, vocabulary)  # complains if it cannot be trained on
+            task = kind(settings, temporary, vocabulary)  # complains if it cannot be trained on
             if run.data.exists():  # of a run that was stopped before it had begun
                 shutil.rmtree(run.data)
     except BaseException:
         with suppress(OSError):  # leave nothing behind
             settings.out.rmdir()
         raise
-    task = kind(settings, run.data, vocabulary)
     vocabulary.write(run.vocabulary)
-    return task
+    return task  # its files have a new name, but stay mapped into memory
 
 
 def train(task: Task[Any], observer: Observer | None = None) -> list[Metrics]:
@@ -154,7 +143,7 @@ def train(task: Task[Any], observer: Observer | None = None) -> list[Metrics]:
 
     A run is a function of its settings: stopped at any moment and resumed, it ends with the same numbers.
     """
-    settings, observer, run = task.settings, observer or Silent(), Run(task.settings.out)
+    settings, observer, run = task.settings, observer or Observer(), Run(task.settings.out)
     torch.manual_seed(settings.seed)
     model = Model(task, settings)
     if not run.exists():  # not before: what no model can be made of is no run

@@ -162,9 +162,11 @@ class Sampler(nn.Module):
             context = checks.indices("context", context, None, batch_of=query).reshape(-1)
         return query.reshape(-1, query.shape[-1]), exclude, context
 
-    def _chunks(self, numbers_per_query: int, query: Tensor, other: Tensor, exclude: Tensor | None):
-        """Split the batch so that ``numbers_per_query`` of all queries of a chunk stay within the memory bound."""
-        size = max(1, functional.MAX_LOGITS // numbers_per_query)
+    def _chunks(
+        self, numbers_per_query: int, query: Tensor, other: Tensor, exclude: Tensor | None, most: int | None = None
+    ):
+        """Split the batch so that ``numbers_per_query`` of all queries of a chunk stay within ``most`` numbers."""
+        size = max(1, (most or functional.MAX_LOGITS) // numbers_per_query)
         parts = query.split(size)
         positives = [None] * len(parts) if exclude is None else exclude.split(size)
         return zip(parts, other.split(size), positives, strict=True)

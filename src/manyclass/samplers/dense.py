@@ -75,10 +75,13 @@ class Dense(Sampler):
             raise ValueError(f"{type(self).__name__} has seen no class weights yet: call update(weight) first")
         return super()._flatten(query, exclude, context)
 
+    def _logits(self, query: Tensor) -> Tensor:
+        """Logits of all classes, shape ``(batch, num_classes)``, float64."""
+        return F.linear(query.to(self.weight.dtype), self.weight, self.bias if len(self.bias) else None).double()
+
     def _log_masses(self, query: Tensor, exclude: Tensor | None) -> Tensor:
         """Unnormalised log q of all classes, shape ``(batch, num_classes)``, float64."""
-        logits = F.linear(query.to(self.weight.dtype), self.weight, self.bias if len(self.bias) else None)
-        log_mass = self.log_mass(logits.double())
+        log_mass = self.log_mass(self._logits(query))
         # In the log domain and before normalising: the rest keeps its precision however large the positive is.
         return log_mass if exclude is None else log_mass.scatter(-1, exclude.unsqueeze(-1), -torch.inf)
 
@@ -95,10 +98,8 @@ class Dense(Sampler):
             )
 
     def _draw(self, query, uniform, exclude, context):
-        size = max(1, CACHED // self.num_classes)
-        positives = [None] * len(query.split(size)) if exclude is None else exclude.split(size)
         results = []
-        for part, numbers, positive in zip(query.split(size), uniform.split(size), positives, strict=True):
+        for part, numbers, positive in self._chunks(self.num_classes, query, uniform, exclude, CACHED):
             mass = self._masses(part, positive)
             cumulative = mass.cumsum(dim=-1)
             total = cumulative[:, -1:]
@@ -156,8 +157,7 @@ class Kernel(Dense):
 
     def _masses(self, query: Tensor, exclude: Tensor | None) -> Tensor:
         """The kernel itself; no logarithms on the way."""
-        logits = F.linear(query.to(self.weight.dtype), self.weight, self.bias if len(self.bias) else None)
-        value = self._value(logits.double())
+        value = self._value(self._logits(query))
         return value if exclude is None else value.scatter(-1, exclude.unsqueeze(-1), 0.0)
 
     def extra_repr(self) -> str:

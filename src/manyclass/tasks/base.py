@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ..data import Vocabulary
+from ..data.files import Advance
 from ..settings import Settings
 
 IGNORE = -100
 #: Held-out examples in one batch, of tasks whose examples are apart.
 EVALUATED = 512
-#: Told how many bytes were read.
-Advance = Callable[[int], None]
 
 S = TypeVar("S", bound=Settings)
 

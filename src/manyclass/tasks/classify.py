@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ..data import Vocabulary
+from ..data.files import Advance
 from ..data.labelled import Labelled, read_labelled
 from ..data.ragged import Ragged
 from ..models import BagOfFeatures
 from ..settings import ClassifySettings
-from .base import EVALUATED, IGNORE, Advance, Batch, Task, every, read_facts, tensor, write_facts
+from .base import EVALUATED, IGNORE, Batch, Task, every, read_facts, tensor, write_facts
 
 #: Without a held-out file, one of so many documents.
 HELDOUT = 10
@@ -27,12 +28,13 @@ class _Part:
         self.labels = Ragged.load(folder, f"{name}.labels")
         self.features = Ragged.load(folder, f"{name}.features")
         self.values = np.load(folder / f"{name}.values.npy", mmap_mode="r")
-        self.label_count = np.diff(self.labels.offsets)
+        self.label_count = self.labels.lengths()
         self.rows = np.flatnonzero(self.label_count)  # documents without labels teach nothing
 
     def batch(self, rows: np.ndarray) -> Batch:
         """Some documents, and their labels, padded to the most that one of them has."""
-        starts, sizes = self.features.offsets[rows], np.diff(self.features.offsets)[rows]
+        starts = self.features.offsets[rows]
+        sizes = self.features.offsets[rows + 1] - starts
         offsets = np.cumsum(sizes) - sizes
         places = np.repeat(starts - offsets, sizes) + np.arange(sizes.sum())
         labels = self.labels.padded(rows, int(self.label_count[rows].max()), IGNORE)

@@ -7,10 +7,11 @@ import numpy as np
 from torch import Tensor, nn
 
 from ..data import Vocabulary
+from ..data.files import Advance
 from ..data.text import WORD, encode_text, prepare_text, python_sources
 from ..models import LSTM
 from ..settings import LanguageSettings
-from .base import Advance, Batch, Task, tensor
+from .base import Batch, Task, tensor
 
 #: Without a held-out file, this share of the text, its end, but at most so many words.
 HELDOUT = 0.05

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ..data import Vocabulary
+from ..data.files import Advance
 from ..data.interactions import Interactions, encode_interactions, read_interactions
 from ..data.ragged import Ragged
 from ..models import FeedForward, Transformer
 from ..settings import NextItemSettings
-from .base import EVALUATED, IGNORE, Advance, Batch, Task, every, read_facts, tensor, write_facts
+from .base import EVALUATED, IGNORE, Batch, Task, every, read_facts, tensor, write_facts
 
 HISTORY = {"transformer": 50, "feed-forward": 3}
 #: Without a held-out file, the last item of every user who has so many.
