@@ -55,7 +55,7 @@ def test_the_partition_estimate_is_unbiased(scope, wanted, prediction, groups, b
     grid, mean, counts = 2000, torch.zeros(3, dtype=torch.float64), torch.zeros(3, 61, dtype=torch.float64)
     claimed = torch.full((3, 61), math.nan, dtype=torch.float64)
     for point in range(grid):
-        uniform = torch.full((1 if scope == "batch" else 3,), (point + 0.5) / grid, dtype=torch.float64)
+        uniform = torch.full((1 if scope == "batch" else 3, 1), (point + 0.5) / grid, dtype=torch.float64)
         ids, log_count = sampler._draw_blocks(query, wanted, uniform, target)
         mean += (outputs.gather(1, ids) - log_count).exp().sum(-1) / grid
         taken = log_count < math.inf
@@ -68,6 +68,107 @@ def test_the_partition_estimate_is_unbiased(scope, wanted, prediction, groups, b
     finite = others & claimed.isfinite()
     assert finite.sum() > 3 * 50
     torch.testing.assert_close(counts[finite], claimed.exp()[finite], rtol=0, atol=2 / grid)
+
+
+def sampled_classes(sampler, query, target, wanted, outer=400, inner=50):
+    """By enumeration of the uniform numbers: how often each class comes, its reported count, and the mean of Ẑ."""
+    size, n = query.shape[0], sampler.num_classes
+    queries, targets = query.repeat_interleave(inner, 0), target.repeat_interleave(inner)
+    outputs = (queries @ weights(n, query.shape[1]).T).double()
+    outputs = outputs.abs() if sampler.prediction == "absolute" else outputs
+    counts, claimed = torch.zeros(2, size, n, dtype=torch.float64)
+    mean = torch.zeros(size, dtype=torch.float64)
+    uniform = torch.empty(size * inner, 1 + wanted, dtype=torch.float64)
+    uniform[:, 1:] = ((torch.arange(inner) + 0.5) / inner).repeat(size)[:, None]
+    for point in range(outer):
+        uniform[:, 0] = (point + 0.5) / outer
+        ids, log_count = sampler._draw_blocks(queries, wanted, uniform, targets)
+        assert ids.shape == (size * inner, wanted)
+        taken = log_count < math.inf
+        assert (ids != targets[:, None])[taken].all()
+        mean += (outputs.gather(1, ids) - log_count).exp().sum(-1).view(size, inner).mean(-1) / outer
+        every = torch.zeros(size * inner, n, dtype=torch.float64).scatter_add(1, ids, taken.double())
+        counts += every.view(size, inner, n).mean(1) / outer
+        report = torch.zeros_like(every).scatter_add(1, ids, (log_count.exp() * taken).where(taken, 0.0))
+        claimed = claimed.maximum(report.view(size, inner, n).amax(1))
+    return counts, claimed, mean
+
+
+@pytest.mark.parametrize("prediction", ["softmax", "absolute"])
+@pytest.mark.parametrize("wanted", [1, 3, 8])
+def test_one_class_per_block_comes_as_often_as_reported(wanted, prediction, groups, backend):
+    """The class stands for its block: its count is exact, and Ẑ is unbiased."""
+    sampler = sampler_of(scope="example", ending="class", prediction=prediction)
+    query, target = batch(3, 61, 4)
+    counts, claimed, mean = sampled_classes(sampler, query, target, wanted)
+    came = claimed > 0
+    assert came.sum() > 60  # the others are too rare for the grid
+    torch.testing.assert_close(counts[came], claimed[came], rtol=0, atol=1 / 50 + 1 / 400)  # a step of each grid
+    assert (counts[came] - claimed[came]).mean().abs() < 0.002
+    outputs = (query @ weights(61, 4).T).double()
+    outputs = outputs.abs() if prediction == "absolute" else outputs
+    expected = outputs.exp().sum(-1) - outputs.gather(1, target[:, None]).squeeze(1).exp()
+    torch.testing.assert_close(mean, expected, rtol=0.015, atol=0)
+
+
+def test_a_wrong_share_of_a_class_would_be_found(monkeypatch):
+    """The enumeration above must be able to fail: draw the class by a flatter distribution than is reported."""
+    exp = torch.Tensor.exp
+    right = sampled_classes(sampler_of(scope="example", ending="class"), *batch(3, 61, 4), 3, 20)
+    monkeypatch.setattr(torch.Tensor, "exp", lambda self: exp(0.5 * self) if self.dim() == 3 else exp(self))
+    wrong = sampled_classes(sampler_of(scope="example", ending="class"), *batch(3, 61, 4), 3, 20)
+    came = (right[1] > 0) & (wrong[1] > 0)
+    torch.testing.assert_close(wrong[1][came], right[1][came])  # reports the same
+    with pytest.raises(AssertionError):
+        test_one_class_per_block_comes_as_often_as_reported(3, "softmax", 1, "native")
+
+
+@pytest.mark.parametrize("prediction", ["softmax", "absolute"])
+def test_one_class_per_block_follows_log_prob(prediction, groups, backend):
+    sampler, (query, target) = sampler_of(scope="example", ending="class", prediction=prediction), batch(3, 61, 4)
+    everything = torch.arange(61).expand(3, -1)
+    for exclude in (None, target):
+        q = sampler.log_prob(query, everything, exclude=exclude).exp()
+        torch.testing.assert_close(q.sum(-1), torch.ones(3, dtype=torch.float64), rtol=1e-6, atol=0)
+        positives = None if exclude is None else exclude.repeat_interleave(20_000)
+        generator = torch.Generator().manual_seed(3)
+        draw = sampler.draw(query.repeat_interleave(20_000, 0), 1, exclude=positives, generator=generator)
+        assert draw.ids.shape == (60_000, 1)
+        for example, (ids, own) in enumerate(zip(draw.ids.view(3, -1), q, strict=True)):
+            assert goodness_of_fit(ids.bincount(minlength=61), own * 20_000) > SIGNIFICANCE
+            log_count = draw.log_count.view(3, -1)[example].exp().double()
+            torch.testing.assert_close(log_count, own[ids], rtol=1e-5, atol=0)
+
+
+def test_one_class_per_block_in_the_layer():
+    """Follows the weights row by row, leaves a slot empty where the positive is alone, and learns as blocks do."""
+    alone = Blocks(8, 4, 1, scope="example", ending="class")
+    alone.update(weights(8, 4))
+    draw = alone.draw(torch.ones(2, 4), 8, exclude=torch.tensor([3, 5]))
+    assert draw.ids.shape == (2, 8)
+    assert (draw.log_count == math.inf).sum(-1).tolist() == [1, 1]
+    assert torch.equal(draw.ids[draw.log_count == math.inf], torch.tensor([3, 5]))
+    sampler, weight = sampler_of(scope="example", ending="class"), weights(61, 4)
+    weight[7] += 2
+    sampler.update(weight, torch.tensor([7]))
+    torch.testing.assert_close(sampler.weight, weight)
+    torch.manual_seed(0)
+    heads = [
+        SampledSoftmax(4, 61, Blocks(61, 4, 8, scope="example", ending=ending, bias=True), 8 * unit, bias=True)
+        for ending, unit in (("block", 8), ("class", 1))
+    ]
+    heads[1].load_state_dict(heads[0].state_dict(), strict=False)
+    query, target = batch(6, 61, 4)
+    # All blocks are drawn. The class of each block stands for its sum: the loss is the full one all the same.
+    losses = [head(query, target) for head in heads]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(losses[1], heads[1].eval()(query, target), rtol=1e-4, atol=1e-5)
+    grads = [torch.autograd.grad(loss, head.weight)[0] for loss, head in zip(losses, heads, strict=True)]
+    assert len(grads[1].indices()[0]) < len(grads[0].indices()[0])
+    # Its gradient is right in the mean.
+    heads[1].train()
+    total = sum(torch.autograd.grad(heads[1](query, target), heads[1].weight)[0].to_dense() for _ in range(2000))
+    torch.testing.assert_close(total / 2000, grads[0].to_dense(), rtol=0, atol=0.02)
 
 
 def test_a_wrong_inclusion_probability_would_be_found(monkeypatch):
@@ -336,6 +437,8 @@ def test_training_with_blocks_comes_close_to_the_full_softmax(scope):
         (lambda: Blocks(9, 4, 0), "block_size must be at least 1, got 0"),
         (lambda: Blocks(9, 4, rank=-1), "rank must be at least 0, got -1"),
         (lambda: Blocks(9, 4, scope="x"), "scope must be one of 'example', 'batch', got 'x'"),
+        (lambda: Blocks(9, 4, ending="x"), "ending must be one of 'block', 'class', got 'x'"),
+        (lambda: Blocks(9, 4, ending="class"), "ending='class' needs scope='example'"),
         (lambda: Blocks(9, 4, prediction="x"), "prediction must be one of"),
         (lambda: Blocks(9, 4).update(torch.ones(9, 3)), r"weight must have shape \(9, 4\), got \(9, 3\)"),
         (lambda: Blocks(9, 4).update(torch.ones(9, 4), bias=torch.ones(9)), "bias must be None"),

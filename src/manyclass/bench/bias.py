@@ -133,6 +133,8 @@ def _alternatives(problem: Problem) -> Iterable[tuple[str, samplers.Sampler, tup
     yield "quadratic (tree)", samplers.create("quadratic", n, d), few, REPEATS // 2
     each = samplers.Blocks(n, d, scope="example", prediction=problem.prediction)
     yield "blocks, each example", each, (32, 64, 128), REPEATS
+    single = samplers.Blocks(n, d, scope="example", ending="class", prediction=problem.prediction)
+    yield "blocks, a class of each", single, (4, 16, 64), REPEATS // 4
     yield "blocks, one pool", samplers.Blocks(n, d, prediction=problem.prediction), many, REPEATS
 
 

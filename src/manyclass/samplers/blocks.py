@@ -19,6 +19,7 @@ MIN_GROUP = 16
 CERTAIN = 8
 # Share of the classes' uniform distribution in the masses: it bounds the importance weights.
 DEFENSIVE = 0.02
+ENDINGS = ("block", "class")
 # Updates after which classes are first dealt into new blocks; then after twice as many, and so on: embeddings move
 # most at the start.
 REBUILD = 10
@@ -40,14 +41,16 @@ class Blocks(Incremental):
         rank: principal directions per block, r.
         scope: ``"batch"`` draws one pool of blocks that all examples share, with π from the root mean square of the
             examples' masses; ``"example"`` draws for each example by itself.
+        ending: ``"block"`` returns all classes of a drawn block; ``"class"``, only in ``scope="example"``, one class of
+            it, ∝ exp(o) or exp(|o|) among those that are not excluded.
         prediction: whether blocks follow exp(o) or exp(|o|).
         bias: whether class weights come with offsets, as a further column.
 
-    ``num_samples`` is the number of negatives, blocks times ``block_size``, per pool or per example. With s blocks, a
-    draw costs O(d·(1 + r)·√s) per example, and O(s) once per pool; memory is (1 + r)/block_size of the class weights.
+    ``num_samples`` is the number of negatives per pool or per example: of blocks times ``block_size``, or of blocks if
+    one class of each is drawn. With s blocks, a draw costs O(d·(1 + r)·√s) per example, and O(s) once per pool; memory
+    is (1 + r)/block_size of the class weights. One class per block costs O(d·block_size) more for each, and a copy of
+    the class weights.
     """
-
-    distinct = True
 
     order: Tensor
     block_of: Tensor
@@ -59,6 +62,7 @@ class Blocks(Incremental):
     group_spread: Tensor
     updates: Tensor
     log_size: Tensor
+    weight: Tensor
 
     def __init__(
         self,
@@ -67,6 +71,7 @@ class Blocks(Incremental):
         block_size: int = 16,
         rank: int = 2,
         scope: str = "batch",
+        ending: str = "block",
         *,
         prediction: str = "softmax",
         bias: bool = False,
@@ -74,6 +79,9 @@ class Blocks(Incremental):
         super().__init__(num_classes, in_features, bias)
         checks.positive_int("block_size", block_size)
         self.scope = checks.one_of("scope", scope, SCOPES)
+        self.ending = checks.one_of("ending", ending, ENDINGS)
+        if (scope, ending) == ("batch", "class"):
+            raise ValueError("ending='class' needs scope='example': which class of a block it is depends on the query")
         self.prediction = checks.one_of("prediction", prediction, functional.PREDICTIONS)
         self.rank = min(checks.positive_int("rank", rank, 0), self.columns)
         self.levels = min(max(0, round(math.log2(num_classes / block_size))), int(math.log2(num_classes)))
@@ -95,16 +103,26 @@ class Blocks(Incremental):
         self.register_buffer("updates", torch.zeros((), dtype=torch.long))
         sizes = self._border(torch.arange(self.blocks + 1)).diff()
         self.register_buffer("log_size", sizes.to(self.mean.dtype).log(), persistent=False)
+        if ending == "class":
+            self.register_buffer("weight", torch.zeros(num_classes, self.columns))
         self._deal(self.order)
 
     @property
     def unit(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """A block's classes are drawn together."""
-        return self.block_size
+        """A block's classes are drawn together, unless one stands for all."""
+        return self.block_size if self.ending == "block" else 1
+
+    @property
+    def distinct(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Blocks are drawn without replacement; the count of a single class does not tell its block's probability."""
+        return self.ending == "block"
 
     def update(self, weight: Tensor, rows: Tensor | None = None, *, bias: Tensor | None = None) -> None:
         """Follow the class weights: the summaries of the blocks of ``rows``, or of all; now and then, new blocks."""
         self._check_weight(weight, bias, self.mean)
+        if self.ending == "class":
+            picked = slice(None) if rows is None else checks.indices("rows", rows, self.num_classes)
+            self.weight[picked] = _rows(weight.detach(), bias, picked).to(self.weight.dtype)
         updates = int(self.updates)
         self.updates += 1
         if updates == 0 or (updates % REBUILD == 0 and (updates // REBUILD).bit_count() == 1):
@@ -179,12 +197,12 @@ class Blocks(Incremental):
         context: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Draw:
-        """Draw about ``num_samples`` classes as whole blocks; the rest is as in `Sampler.draw`."""
+        """Draw about ``num_samples`` classes, as whole blocks or one of each; the rest is as in `Sampler.draw`."""
         checks.positive_int("num_samples", num_samples)
         flat, exclude, _ = self._flatten(query, exclude, context)
-        numbers = 1 if self.scope == "batch" else len(flat)
+        wanted = min(self.blocks, max(1, round(num_samples / self.unit)))
+        numbers = (1 if self.scope == "batch" else len(flat), 1 if self.ending == "block" else 1 + wanted)
         uniform = torch.rand(numbers, dtype=torch.float64, device=query.device, generator=generator)
-        wanted = min(self.blocks, max(1, round(num_samples / self.block_size)))
         ids, log_count = self._draw_blocks(self._extended(flat, self.mean), wanted, uniform, exclude)
         shape = (*query.shape[:-1], ids.shape[-1])
         log_count = log_count.to(torch.promote_types(query.dtype, torch.float32))
@@ -194,39 +212,62 @@ class Blocks(Incremental):
         self,
         query: Tensor,  # shape: (batch, columns)
         wanted: int,
-        uniform: Tensor,  # shape: (batch,), or (1,) for a pool
+        uniform: Tensor,  # shape: (batch or 1 for a pool, 1, or 1 + wanted if one class of each block is drawn)
         exclude: Tensor | None,  # shape: (batch,)
     ) -> tuple[Tensor, Tensor]:
-        """The classes of ``wanted`` blocks and ln π of their blocks, both ``(batch, wanted · block_size)``."""
+        """The classes of ``wanted`` blocks and their log-counts, both ``(batch, wanted · unit)``."""
         if self.scope == "batch":
             mass = self._pooled_mass(query).unsqueeze(0)
             # The first blocks hold the classes that lie farthest out: more than all other mass makes them certain.
             mass[:, : wanted // CERTAIN] = 1.0
-            blocks, _, probability = systematic.draw(mass, torch.ones_like(mass, dtype=torch.long), wanted, uniform)
+            single = torch.ones_like(mass, dtype=torch.long)
+            blocks, _, probability = systematic.draw(mass, single, wanted, uniform[:, 0])
+            classes, log_count = self._whole(blocks, probability)
         else:
-            drawn = [
-                self._draw_each(part, wanted, numbers)
-                for part, numbers, _ in self._chunks(self._scores(), query, uniform, None)
-            ]
-            blocks, probability = (torch.cat(parts) for parts in zip(*drawn, strict=True))
-        classes, inside = self._members(blocks)
-        log_count = torch.where(inside, probability.log().unsqueeze(-1), math.inf)
-        classes, log_count = (part.flatten(1).expand(len(query), -1) for part in (classes, log_count))
+            work = self._scores() + (0 if self.ending == "block" else self._inner(wanted))
+            chunks = self._chunks(work, query, uniform, exclude)
+            drawn = [self._draw_each(part, wanted, numbers, positive) for part, numbers, positive in chunks]
+            classes, log_count = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+        classes, log_count = (part.expand(len(query), -1) for part in (classes, log_count))
         if exclude is not None:
             log_count = log_count.masked_fill(classes == exclude.unsqueeze(-1), math.inf)
         return classes, log_count
 
-    def _draw_each(self, query: Tensor, wanted: int, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Blocks of each example, and their probabilities, both ``(batch, wanted)``."""
+    def _draw_each(self, query: Tensor, wanted: int, uniform: Tensor, exclude: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What each example draws for itself, as `_draw_blocks`."""
         outside, best, inside = self._shares(query)
         # Cells: groups, of which those that were looked into are empty, then the blocks of these.
         count = torch.full_like(outside, self.group, dtype=torch.long).scatter(1, best, 0)
         count = torch.cat([count, torch.ones_like(inside.flatten(1), dtype=torch.long)], dim=1)
         mass = self._defended(torch.cat([outside, inside.flatten(1)], dim=1))
-        cell, place, probability = systematic.draw(mass, count, wanted, uniform)
+        cell, place, probability = systematic.draw(mass, count, wanted, uniform[:, 0])
         seen = (cell - self.groups).clamp(min=0)
         looked_into = best.gather(1, seen // self.group) * self.group + seen % self.group
-        return torch.where(cell < self.groups, cell * self.group + place, looked_into), probability
+        blocks = torch.where(cell < self.groups, cell * self.group + place, looked_into)
+        if self.ending == "block":
+            return self._whole(blocks, probability)
+        classes, log_share = self._inside(query, blocks, exclude)
+        cumulative = log_share.exp().cumsum(dim=-1)
+        point = uniform[:, 1:].unsqueeze(-1) * cumulative[..., -1:]
+        slot = torch.searchsorted(cumulative, point, right=True).clamp(max=self.block_size - 1)
+        log_share = log_share.gather(-1, slot).squeeze(-1)
+        # A block of the positive alone leaves an empty slot.
+        log_count = torch.where(log_share > -math.inf, probability.log() + log_share, math.inf)
+        return classes.gather(-1, slot).squeeze(-1), log_count
+
+    def _whole(self, blocks: Tensor, probability: Tensor) -> tuple[Tensor, Tensor]:
+        """All classes of blocks ``(batch, k)`` and ln π of their blocks, both ``(batch, k · block_size)``."""
+        classes, inside = self._members(blocks)
+        return classes.flatten(1), torch.where(inside, probability.log().unsqueeze(-1), math.inf).flatten(1)
+
+    def _inside(self, query: Tensor, blocks: Tensor, exclude: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The classes of blocks ``(batch, k)`` and ln P(class | block), both ``(batch, k, block_size)``."""
+        classes, inside = self._members(blocks)
+        if exclude is not None:
+            inside = inside & (classes != exclude[:, None, None])
+        logits = torch.einsum("bksc,bc->bks", F.embedding(classes, self.weight), query).double()
+        outputs = functional.output(logits, self.prediction).masked_fill(~inside, -math.inf)
+        return classes, outputs - outputs.logsumexp(dim=-1, keepdim=True).clamp(min=-1e300)
 
     def _pooled_mass(self, query: Tensor) -> Tensor:
         """Root mean square of the examples' shares of each block, normalised, shape ``(blocks,)``."""
@@ -240,8 +281,16 @@ class Blocks(Incremental):
 
     def _log_prob(self, query, ids, exclude, context):
         """Log of the expected count of ``ids`` when each example draws one block for itself."""
-        chunks = self._chunks(self.blocks, self._extended(query, self.mean), self.block_of[ids], None)
-        return torch.cat([self._mass(rows).double().log().gather(-1, blocks) for rows, blocks, _ in chunks])
+        results = []
+        work = self.blocks + (0 if self.ending == "block" else self._inner(ids.shape[-1]))
+        for part, chunk, positive in self._chunks(work, self._extended(query, self.mean), ids, exclude):
+            blocks = self.block_of[chunk]
+            log_prob = self._mass(part).double().log().gather(-1, blocks)
+            if self.ending == "class":
+                classes, log_share = self._inside(part, blocks, positive)
+                log_prob += log_share.masked_fill(classes != chunk.unsqueeze(-1), -math.inf).amax(dim=-1)
+            results.append(log_prob)
+        return torch.cat(results)
 
     def _mass(self, query: Tensor) -> Tensor:
         """The share of each block in an example's distribution, shape ``(batch, blocks)``."""
@@ -295,6 +344,10 @@ class Blocks(Incremental):
         gathered = 1 if ops.native_for(self.mean) else (1 + self.rank) * self.columns
         return self.groups + min(LOOK_INTO, self.groups) * self.group * gathered
 
+    def _inner(self, blocks: int) -> int:
+        """Numbers that scoring the classes of ``blocks`` blocks of one example holds at a time."""
+        return blocks * self.block_size * self.columns
+
     def _members(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """The classes of blocks, one more dimension of ``block_size``, and which of them exist."""
         start, stop = self._border(blocks).unsqueeze(-1), self._border(blocks + 1).unsqueeze(-1)
@@ -310,7 +363,8 @@ class Blocks(Incremental):
         held = sum(buffer.numel() for buffer in self._summaries())
         return (
             f"num_classes={self.num_classes}, in_features={self.in_features}, blocks={self.blocks}, "
-            f"block_size={self.block_size}, rank={self.rank}, scope={self.scope!r}, prediction={self.prediction!r}, "
+            f"block_size={self.block_size}, rank={self.rank}, scope={self.scope!r}, ending={self.ending!r}, "
+            f"prediction={self.prediction!r}, "
             f"summaries={held / (self.num_classes * self.in_features):.2f} × the class weights"
         )
 
