@@ -1,6 +1,7 @@
 """Gradient clipping that counts sparse gradients."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,21 +12,32 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     """`torch.nn.utils.clip_grad_norm_` for parameters of which some have sparse gradients.
 
     Scales all gradients in place so that their total norm is at most ``max_norm``; returns the norm they had.
-    A sparse gradient is coalesced first, since the norm of summands is not the norm of their sum.
+    A sparse gradient is coalesced first, since the norm of summands is not the norm of their sum. Parameters of
+    `distributed.ShardedSampledSoftmax` count with all their shards: then every rank has to call this.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
-    grads = []
+    grads: list[Tensor] = []
+    sharded: dict[Any, list[Tensor]] = {}
     for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
         if parameter.grad is None:
             continue
+        group = getattr(parameter, "shard_group", None)
+        found = grads if group is None else sharded.setdefault(group, [])
         if parameter.grad.is_sparse:
             parameter.grad = parameter.grad.coalesce()
             # pyright does not know that a coalesced tensor's values are a view of it.
-            grads.append(parameter.grad._values())
+            found.append(parameter.grad._values())
         else:
-            grads.append(parameter.grad)
+            found.append(parameter.grad)
     total_norm = torch.nn.utils.get_total_norm(grads, norm_type)
+    for group, parts in sharded.items():
+        from .distributed.collectives import gathered  # not everyone has torch.distributed
+
+        own = torch.nn.utils.get_total_norm(parts, norm_type)
+        everyone = torch.linalg.vector_norm(gathered(own, group, "norms of gradients"), norm_type)
+        total_norm = torch.linalg.vector_norm(torch.stack([total_norm.to(everyone.device), everyone]), norm_type)
+        grads += parts
     scale = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
     for grad in grads:
         grad.mul_(scale.to(grad.device))

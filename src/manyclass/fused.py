@@ -128,8 +128,8 @@ class _Native(torch.autograd.Function):
         rows, values, bias_values = torch.ops.manyclass.sampled_loss_rows(
             query, classes, slopes * grad, len(ctx.weight)
         )
-        weight_grad = _row_gradient(ctx.weight, rows, values, ctx.sparse)
-        bias_grad = None if ctx.bias is None else _row_gradient(ctx.bias, rows, bias_values, ctx.sparse)
+        weight_grad = row_gradient(ctx.weight, rows, values, ctx.sparse)
+        bias_grad = None if ctx.bias is None else row_gradient(ctx.bias, rows, bias_values, ctx.sparse)
         return query_slopes * grad, weight_grad, bias_grad, None, None, None, None
 
 
@@ -174,10 +174,10 @@ class _NativePool(torch.autograd.Function):
             return values.index_add_(0, position, torch.cat([of_target, of_pool]))
 
         values = gathered(own * query, slopes.T @ (grad * query))
-        weight_grad = _row_gradient(ctx.weight, rows, values, ctx.sparse)
+        weight_grad = row_gradient(ctx.weight, rows, values, ctx.sparse)
         bias_grad = None
         if ctx.bias is not None:
-            bias_grad = _row_gradient(ctx.bias, rows, gathered(own, slopes.T @ grad), ctx.sparse)
+            bias_grad = row_gradient(ctx.bias, rows, gathered(own, slopes.T @ grad), ctx.sparse)
         return query_grad, weight_grad, bias_grad, None, None, None, None, None
 
 
@@ -194,14 +194,14 @@ class _SelectRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
         (rows,) = ctx.saved_tensors
-        return _row_gradient(ctx.weight, rows, grads[0], sparse=True), None
+        return row_gradient(ctx.weight, rows, grads[0], sparse=True), None
 
 
 def _select_rows(weight: Tensor, rows: Tensor, sparse: bool) -> Tensor:
     return cast(Tensor, _SelectRows.apply(weight, rows)) if sparse else weight[rows]
 
 
-def _row_gradient(weight: Tensor, rows: Tensor, values: Tensor, sparse: bool) -> Tensor:
+def row_gradient(weight: Tensor, rows: Tensor, values: Tensor, sparse: bool) -> Tensor:
     """The gradient of ``weight`` whose sorted, distinct ``rows`` are ``values``; the others are zero."""
     if not sparse:
         return torch.zeros_like(weight).index_copy_(0, rows, values)

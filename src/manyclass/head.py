@@ -17,7 +17,7 @@ _REFUSED = {
 }
 
 
-def _full_precision(query: Tensor) -> torch.autocast:
+def full_precision(query: Tensor) -> torch.autocast:
     """Autocast would run the matrix products of the loss in half precision."""
     return torch.autocast(query.device.type, enabled=False)
 
@@ -205,21 +205,26 @@ class SampledSoftmax(nn.Module):
         if context is not None:
             context = checks.indices("context", context, None, batch_of=query)[kept]
         query, labels = query[kept], labels[kept]
-        with _full_precision(query):
+        with full_precision(query):
             if self.training:
                 losses = self._sampled_losses(query, labels, context, generator)
             else:
-                losses = functional.full_softmax_loss(
-                    query, self.weight, labels, self.bias, "none", prediction=self.prediction
-                )
+                losses = self._exact_losses(query, labels)
         if self.reduction == "none":
             return losses.new_zeros(target.shape).masked_scatter(kept, losses)
+        return self._reduce(losses)
+
+    def _reduce(self, losses: Tensor) -> Tensor:
         return functional.reduce(losses, self.reduction)
+
+    def _exact_losses(self, query: Tensor, target: Tensor) -> Tensor:
+        """Loss over all classes of each example: query ``(batch, in_features)``, target ``(batch,)`` → ``(batch,)``."""
+        return functional.full_softmax_loss(query, self.weight, target, self.bias, "none", prediction=self.prediction)
 
     def log_prob(self, input: Tensor) -> Tensor:
         """Log probability of every class, shape ``(*batch, num_classes)``. O(n·d) per example."""
         query = self._check_input(input)
-        with _full_precision(query):
+        with full_precision(query):
             return functional.log_prob(query, self.weight, self.bias, prediction=self.prediction)
 
     @torch.no_grad()
@@ -229,7 +234,7 @@ class SampledSoftmax(nn.Module):
         Scores all classes in chunks, so memory stays bounded.
         """
         query = self._check_input(input)
-        with _full_precision(query):
+        with full_precision(query):
             values, ids = functional.topk(query, self.weight, k, self.bias, prediction=self.prediction)
             log_z = functional.log_partition(query, self.weight, self.bias, prediction=self.prediction)
             return values - log_z.unsqueeze(-1), ids
@@ -238,7 +243,7 @@ class SampledSoftmax(nn.Module):
     def predict(self, input: Tensor) -> Tensor:
         """The most probable class of each query, shape ``(*batch)``."""
         query = self._check_input(input)
-        with _full_precision(query):
+        with full_precision(query):
             return functional.topk(query, self.weight, 1, self.bias, prediction=self.prediction)[1].squeeze(-1)
 
     def _sampled_losses(
@@ -273,7 +278,7 @@ class SampledSoftmax(nn.Module):
         if not self.sampler.incremental or self._touched is None or step % REFRESH_ALL == 0:
             self.sampler.update(self.weight, bias=self.bias)
         elif self._tracked():
-            self.sampler.update(self.weight, torch.cat(self._touched), bias=self.bias)
+            self.sampler.update(self.weight, self.get_extra_state(), bias=self.bias)
         elif step % REFRESH_UNTRACKED == 0:
             self.sampler.update(self.weight, bias=self.bias)
         self._touched = []
@@ -300,6 +305,10 @@ class SampledSoftmax(nn.Module):
 
     def _estimate(self) -> Estimate:
         """Quality of the last draw, for examples at even distances in the batch."""
+        return estimate(*self._last_outputs(), self.sampler.unit, self.sampler.distinct)
+
+    def _last_outputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Outputs of the positives and negatives of these examples, and the log-counts of the latter."""
         assert self._last is not None
         query, target, draw = self._last
         every = math.ceil(len(query) / DIAGNOSED)
@@ -315,7 +324,7 @@ class SampledSoftmax(nn.Module):
         if bias is not None:
             positive, negative = positive + bias[target], negative + bias[ids]
         positive, negative = (functional.output(part, self.prediction) for part in (positive, negative))
-        return estimate(positive, negative, log_count, self.sampler.unit, self.sampler.distinct)
+        return positive, negative, log_count
 
     def _adapt(self, target_bias: float) -> None:
         """Draw more or fewer from the next step on, as the bias of this one asks for."""

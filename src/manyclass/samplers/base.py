@@ -113,6 +113,10 @@ class Sampler(nn.Module):
             log_prob = log_prob.masked_fill(flat_ids == exclude.unsqueeze(-1), -math.inf)
         return log_prob.reshape(ids.shape)
 
+    def log_total(self, query: Tensor) -> Tensor:  # shape: (batch, in_features)
+        """Log of the mass of all classes before it is normalised, ``(batch,)``: how much a shard of classes has."""
+        raise ValueError(f"{type(self).__name__} does not know the mass of a shard: take split='even'")
+
     def update(
         self,
         weight: Tensor,  # shape: (num_classes, in_features)

@@ -304,6 +304,17 @@ class Blocks(Incremental):
         Returns the share of any one block of each group ``(batch, groups)``, 0 for the groups that the example looks
         into; these groups ``(batch, looked into)``; the shares of their blocks ``(batch, looked into, group)``.
         """
+        outside, best, inside, total = self._log_shares(query)
+        outside = outside.sub_(total[:, None] + math.log(self.group)).exp_()
+        return outside, best, inside.sub_(total[:, None, None]).exp_()
+
+    def log_total(self, query: Tensor) -> Tensor:
+        """The estimate of log Σ exp(o), or of exp(|o|), over all classes."""
+        parts = self._extended(query, self.mean).split(max(1, functional.MAX_LOGITS // self._scores()))
+        return torch.cat([self._log_shares(part)[-1].to(query.dtype) for part in parts])
+
+    def _log_shares(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Log-masses of groups and of the blocks looked into, as in `_shares`, and of all together ``(batch,)``."""
         norm = query.square().sum(dim=-1, keepdim=True)
         outside = self._log_mass(query @ self.group_mean.T, norm * self.group_spread)
         outside += math.log(self.num_classes / self.groups)
@@ -313,8 +324,7 @@ class Blocks(Incremental):
         total = torch.logaddexp(outside.logsumexp(dim=-1), inside.flatten(1).logsumexp(dim=-1))
         if not bool(torch.isfinite(total).all()):
             raise ValueError("the masses of the blocks are not finite; class weights must be finite, and smaller")
-        outside = outside.sub_(total[:, None] + math.log(self.group)).exp_()
-        return outside, best, inside.sub_(total[:, None, None]).exp_()
+        return outside, best, inside, total
 
     def _look_into(self, query: Tensor, groups: Tensor) -> Tensor:
         """Log-mass per class of the blocks of ``groups (batch, k)``, shape ``(batch, k, group)``."""

@@ -79,6 +79,11 @@ class Dense(Sampler):
         """Logits of all classes, shape ``(batch, num_classes)``, float64."""
         return F.linear(query.to(self.weight.dtype), self.weight, self.bias if len(self.bias) else None).double()
 
+    def log_total(self, query: Tensor) -> Tensor:
+        """Log of the sum over all classes."""
+        parts = query.split(max(1, functional.MAX_LOGITS // self.num_classes))
+        return torch.cat([self._log_masses(part, None).logsumexp(dim=-1).to(query.dtype) for part in parts])
+
     def _log_masses(self, query: Tensor, exclude: Tensor | None) -> Tensor:
         """Unnormalised log q of all classes, shape ``(batch, num_classes)``, float64."""
         log_mass = self.log_mass(self._logits(query))

@@ -30,6 +30,10 @@ class Uniform(Sampler):
             ids = ids + (ids >= exclude.unsqueeze(-1))
         return ids, self._log_prob(query, ids, exclude, context)
 
+    def log_total(self, query: Tensor) -> Tensor:
+        """Every class counts one."""
+        return query.new_full((len(query),), math.log(self.num_classes))
+
     def _log_prob(self, query, ids, exclude, context):
         log_prob = torch.full(ids.shape, -math.log(self.num_classes - (exclude is not None)), dtype=torch.float64)
         return log_prob.to(ids.device)
@@ -126,6 +130,10 @@ class Unigram(Sampler):
             second = self.table.draw_without(row[example], exclude[example], uniform[example, slot, 1])
             ids = ids.index_put((example, slot), second)
         return ids, self._log_prob(query, ids, exclude, context)
+
+    def log_total(self, query: Tensor) -> Tensor:
+        """All counts."""
+        return self.table.cumulative[-1].log().to(query.dtype).expand(len(query))
 
     def _log_prob(self, query, ids, exclude, context):
         rest = self.table.cumulative[-1]

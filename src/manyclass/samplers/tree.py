@@ -177,6 +177,11 @@ class KernelTree(Incremental):
             results.append(prob.log())
         return torch.cat(results)
 
+    def log_total(self, query: Tensor) -> Tensor:
+        """Log of ⟨φ(h), z(all)⟩."""
+        features = self._features(self._extended(query, self.weight))
+        return self._masses(features, 0).sum(dim=-1).clamp(min=1e-30).log().to(query.dtype)
+
     def _leaf_prob(self, query: Tensor, exclude: Tensor | None) -> Tensor:
         """P(leaf) of all leaves, the product of the probabilities along the path, shape ``(batch, leaves)``."""
         features = self._features(query)

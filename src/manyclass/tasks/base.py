@@ -45,6 +45,8 @@ class Task(ABC, Generic[S]):
     name: str
     #: Batches of an epoch follow each other in the text, so the trunk has a state that they hand on.
     recurrent = False
+    #: Which of how many processes this one is: batches have only its part of the rows.
+    part = (0, 1)
     train_examples: int
     heldout_examples: int
     steps_per_epoch: int
@@ -92,7 +94,13 @@ class Task(ABC, Generic[S]):
             generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + epoch)
             self._permutation = (epoch, torch.randperm(examples, generator=generator))
         size = self.settings.batch  # pyright: ignore[reportAttributeAccessIssue]
-        return self._permutation[1][place * size : (place + 1) * size]
+        return own_part(self._permutation[1][place * size : (place + 1) * size], self.part)
+
+
+def own_part(rows: Any, part: tuple[int, int]) -> Any:
+    """The rows of one process of several: neighbours, as many as the others have, or one more."""
+    rank, world = part
+    return rows[rank * len(rows) // world : (rank + 1) * len(rows) // world]
 
 
 def write_facts(folder: Path, **facts: Any) -> None:

@@ -11,7 +11,7 @@ from ..data.files import Advance
 from ..data.text import WORD, encode_text, prepare_text, python_sources
 from ..models import LSTM
 from ..settings import LanguageSettings
-from .base import Batch, Task, tensor
+from .base import Batch, Task, own_part, tensor
 
 #: Without a held-out file, this share of the text, its end, but at most so many words.
 HELDOUT = 0.05
@@ -69,7 +69,7 @@ class Language(Task[LanguageSettings]):
     def batch(self, step: int) -> Batch:
         """The next ``length`` words of all streams."""
         start = step % self.steps_per_epoch * self.settings.length
-        return _window(self.streams[:, start : start + self.settings.length + 1])
+        return _window(own_part(self.streams, self.part)[:, start : start + self.settings.length + 1])
 
     def heldout(self, limit: int | None = None) -> Iterator[Batch]:
         """The held-out text from its beginning, in streams."""

@@ -1,0 +1,459 @@
+"""Checks of the sharded layer; each runs on every rank of a process group, and compares with the unsharded layer."""
+
+import math
+import os
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from contract import SIGNIFICANCE, goodness_of_fit
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from manyclass import SampledSoftmax, clip_grad_norm_
+from manyclass.distributed import ShardedSampledSoftmax, data_parallel
+
+N, D = 61, 5
+#: Examples of each rank: uneven, and none on one of them.
+SIZES = (7, 0, 3, 5)
+
+
+def weights(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(N, D, generator=generator), torch.randn(N, generator=generator)
+
+
+def examples(ranks, seed=1):
+    """Of all ranks; every rank takes its part."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [SIZES[rank % len(SIZES)] for rank in range(ranks)]
+    query, target = (
+        torch.randn(sum(sizes), D, generator=generator),
+        torch.randint(N, (sum(sizes),), generator=generator),
+    )
+    return query, target, sizes
+
+
+def sharded(sampler="blocks", num_samples=None, **options):
+    """A layer with the weights above."""
+    head = ShardedSampledSoftmax(D, N, sampler, num_samples, **options)
+    fill(head, head.first, head.last)
+    return head
+
+
+def fill(head, first=0, last=N):
+    weight, bias = weights()
+    with torch.no_grad():
+        head.weight.copy_(weight[first:last])
+        if head.bias_embedding is not None:
+            head.bias_embedding.weight.copy_(bias[first:last, None])
+    return head
+
+
+def expected(query, target, **options):
+    """Loss and gradients of one process that has everything."""
+    head = fill(SampledSoftmax(D, N, "uniform", sparse=False, **options)).eval()
+    query = query.clone().requires_grad_()
+    loss = head(query, target)
+    return loss.detach(), *torch.autograd.grad(loss, [query, *head.parameters()]), head
+
+
+def check_exact_loss_and_gradients(rank, ranks):
+    """In eval mode, and in training with a draw of all classes: the full softmax, exactly, with ignored targets."""
+    query, target, sizes = examples(ranks)
+    target[1] = target[-1] = -100
+    begin = sum(sizes[:rank])
+    mine = slice(begin, begin + sizes[rank])
+    for prediction in ("softmax", "absolute"):
+        for bias in (False, True):
+            options = {"prediction": prediction, "bias": bias}
+            loss, query_grad, *grads, _ = expected(query, target, **options)
+            for scope in (None, "batch", "example"):
+                for split in ("even", "mass"):
+                    drawn = {} if scope is None else {"scope": scope, "block_size": 4}
+                    head = sharded(num_samples=1000 * N, split=split, **drawn, **options).train(scope is not None)
+                    own = query[mine].clone().requires_grad_()
+                    part = head(own, target[mine])
+                    part.backward()
+                    total = part.detach().clone()
+                    dist.all_reduce(total)
+                    torch.testing.assert_close(total / ranks, loss)
+                    # Data parallelism takes the mean over ranks.
+                    torch.testing.assert_close(own.grad / ranks, query_grad[mine], rtol=1e-4, atol=1e-6)
+                    for parameter, grad in zip(head.parameters(), grads, strict=True):
+                        assert parameter.grad.is_sparse == (scope is not None)
+                        found = parameter.grad.to_dense()
+                        torch.testing.assert_close(found, grad[head.first : head.last], rtol=1e-4, atol=1e-6)
+    head = sharded(reduction="none").eval()
+    losses = head(query[mine], target[mine])
+    truth = fill(SampledSoftmax(D, N, "uniform", reduction="none")).eval()(query, target)
+    torch.testing.assert_close(losses, truth[mine])
+
+
+def check_nobody_has_examples(rank, ranks):
+    for sampler in ("blocks", "uniform", "softmax"):
+        for training in (True, False):
+            head = sharded(sampler, 8).train(training)
+            query = torch.empty(0, 3, D, requires_grad=True)
+            loss = head(query, torch.empty(0, 3, dtype=torch.long))
+            assert float(loss.detach()) == 0
+            loss.backward()
+            assert float(head.weight.grad.to_dense().abs().sum()) == 0
+    query = torch.randn(2, D, requires_grad=True)
+    loss = sharded()(query, torch.tensor([-100, -100]))
+    loss.backward()
+    assert float(loss.detach()) == 0
+    assert float(query.grad.abs().sum()) == 0
+
+
+SAMPLERS = {
+    "uniform": {},
+    "log_uniform": {},
+    "unigram": {"counts": torch.arange(1, N + 1)},
+    "bigram": {"pairs": torch.stack([torch.arange(500) % 7, torch.arange(500) * 11 % N], 1)},
+    "quadratic": {},
+    "quartic": {},
+    "softmax": {},
+    "blocks": {"scope": "example", "block_size": 4},
+}
+
+
+def check_draws_follow_their_stratum(rank, ranks):
+    """The classes that a rank draws come as often as their log-counts say; the positive never comes."""
+    query, target, _ = examples(4)
+    query, target = query[:1], target[:1]
+    for name, options in SAMPLERS.items():
+        for split in ("even",) if name == "bigram" else ("even", "mass"):
+            head = sharded(name, 8, split=split, **options)
+            head._refresh_sampler()
+            local = torch.where((target >= head.first) & (target < head.last), target - head.first, -1)
+            repeats = 4000
+            context = torch.full((repeats,), 3)
+            many = query.expand(repeats, -1), local.expand(repeats), context
+            draw = head._draw(*many, torch.Generator().manual_seed(rank))
+            taken = draw.log_count < math.inf
+            assert not ((draw.ids == local) & taken).any()
+            size = head.last - head.first
+            observed = draw.ids[taken].bincount(minlength=size)
+            count = torch.zeros(size, dtype=torch.float64)
+            count[draw.ids[taken]] = draw.log_count[taken].double().exp()
+            if name == "blocks":  # all classes of a block come together: their number is not a sum of single draws
+                error = (observed / repeats - count).abs() / (count * (1 - count) / repeats).clamp(min=1e-9).sqrt()
+                assert error[count > 0].max() < 4.5
+            else:
+                every = torch.arange(size).expand(1, -1)
+                exclude = local if int(local) >= 0 else None
+                q = head.sampler.log_prob(query, every, exclude=exclude, context=context[:1])[0].exp()
+                numbers = int(taken[0].sum())
+                torch.testing.assert_close(count[count > 0], (numbers * q)[count > 0], rtol=1e-4, atol=0)
+                assert goodness_of_fit(observed, q * int(taken.sum())) > SIGNIFICANCE, (name, split)
+            if split == "even":
+                total = torch.tensor(draw.ids.shape[1])
+                dist.all_reduce(total)
+                assert name == "blocks" or int(total) == 8
+
+
+def check_partition_is_unbiased_and_gradient_means_are_right(rank, ranks):
+    """Ẑ is Z in the mean for every sampler. Softmax sampling has no bias, so its mean gradient is the full one."""
+    query, target, sizes = examples(ranks)
+    begin = sum(sizes[:rank])
+    mine = slice(begin, begin + sizes[rank])
+    *_, full = expected(query, target)
+    with torch.no_grad():
+        outputs = query @ full.weight.T
+        positive = outputs.gather(1, target[:, None]).squeeze(1)
+        log_z = outputs.logsumexp(-1)
+    torch.manual_seed(rank)
+    many = query[mine].repeat(400, 1), target[mine].repeat(400)
+    for name, options in SAMPLERS.items():
+        if name == "bigram":
+            continue
+        for split in ("even", "mass"):
+            head = sharded(name, 24, split=split, reduction="none", **options)
+            with torch.no_grad():
+                losses = head(*many).double().view(400, sizes[rank])
+            if not sizes[rank]:
+                continue
+            ratio = (losses + positive[mine] - log_z[mine]).exp()
+            error = (ratio.mean(0) - 1).abs() / (ratio.std(0) / math.sqrt(400) + 1e-4)
+            assert error.max() < 5, (name, split, error)
+    _, query_grad, weight_grad, _ = expected(query, target)
+    head = sharded("softmax", 2 * ranks)
+    own = many[0].requires_grad_()
+    for _ in range(4):
+        head(own, many[1]).backward()
+    found = own.grad.view(400, *query[mine].shape).sum(0) / 4
+    torch.testing.assert_close(found / ranks, query_grad[mine], rtol=0, atol=0.02)
+    found = head.weight.grad.to_dense() / 4
+    torch.testing.assert_close(found, weight_grad[head.first : head.last], rtol=0, atol=0.02)
+
+
+def check_predictions(rank, ranks):
+    """Of all classes, on every rank for its own queries, and with a gradient for log_prob."""
+    query, target, sizes = examples(ranks)
+    begin = sum(sizes[:rank])
+    mine = slice(begin, begin + sizes[rank])
+    for prediction in ("softmax", "absolute"):
+        options = {"prediction": prediction, "bias": True}
+        head, full = sharded(**options).eval(), expected(query, target, **options)[-1]
+        for k in (1, 7, N):
+            values, ids = head.topk(query[mine].view(1, -1, D), k)
+            wanted = full.topk(query[mine].view(1, -1, D), k)
+            torch.testing.assert_close(values, wanted[0])
+            assert torch.equal(ids, wanted[1])
+        assert torch.equal(head.predict(query[mine]), full.predict(query[mine]))
+        own = query[mine].clone().requires_grad_()
+        log_prob = head.log_prob(own)
+        torch.testing.assert_close(log_prob, full.log_prob(query[mine]))
+        (log_prob * torch.linspace(0, 1, N)).sum().backward()
+        everyone = query.clone().requires_grad_()
+        (full.log_prob(everyone) * torch.linspace(0, 1, N)).sum().backward()
+        torch.testing.assert_close(own.grad, everyone.grad[mine], rtol=1e-4, atol=1e-5)
+        wanted = full.weight.grad[head.first : head.last] / ranks
+        torch.testing.assert_close(head.weight.grad, wanted, rtol=1e-4, atol=1e-5)
+
+
+def check_weights_do_not_depend_on_the_number_of_ranks(rank, ranks):
+    torch.manual_seed(5)
+    head = ShardedSampledSoftmax(3, 10_001, bias=True)
+    after = torch.rand(())
+    single = dist.new_group([rank], use_local_synchronization=True)
+    torch.manual_seed(5)
+    alone = ShardedSampledSoftmax(3, 10_001, bias=True, mesh=single)
+    assert torch.equal(after, torch.rand(()))  # and torch's generator goes on alike
+    assert torch.equal(head.weight, alone.weight[head.first : head.last])
+    assert torch.equal(head.bias, alone.bias[head.first : head.last])
+    assert len(alone.weight.unique(dim=0)) == 10_001
+    assert 0.9 < float(alone.weight.detach().abs().max()) * math.sqrt(3) <= 1
+
+
+def check_a_mesh_of_data_and_classes(rank, ranks):
+    """Replicas of a shard see other data and get the same gradient: the mean over all ranks."""
+    if ranks != 4:
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "classes"))
+    query, target, sizes = examples(4)
+    begin = sum(sizes[:rank])
+    mine = slice(begin, begin + sizes[rank])
+    loss, query_grad, *grads, _ = expected(query, target, bias=True)
+    for training, sparse in ((False, True), (True, True), (True, False)):
+        head = sharded(num_samples=1000 * N, bias=True, sparse=sparse, block_size=4, mesh=mesh).train(training)
+        assert (head.first, head.last) == ((0, 31), (31, 61))[rank % 2]
+        own = query[mine].clone().requires_grad_()
+        part = head(own, target[mine])
+        part.backward()
+        total = part.detach().clone()
+        dist.all_reduce(total)
+        torch.testing.assert_close(total / 4, loss)
+        torch.testing.assert_close(own.grad / 4, query_grad[mine], rtol=1e-4, atol=1e-6)
+        for parameter, grad in zip(head.parameters(), grads, strict=True):
+            found = parameter.grad.to_dense()
+            torch.testing.assert_close(found, grad[head.first : head.last], rtol=1e-4, atol=1e-6)
+    # A few draws that differ between replicas: weights and statistics stay the same.
+    torch.manual_seed(rank)
+    head = sharded(num_samples=16, block_size=4, mesh=mesh)
+    optimizer = torch.optim.Adagrad(head.parameters(), lr=0.5)
+    for _ in range(5):
+        optimizer.zero_grad()
+        head(query[mine], target[mine]).backward()
+        optimizer.step()
+    head._refresh_sampler()
+    for value in (head.weight.detach(), head.sampler.mean):
+        both = [torch.empty_like(value) for _ in range(2)]
+        dist.all_gather(both, value.contiguous(), group=mesh.get_group(0))
+        assert torch.equal(*both)
+    fresh = sharded(num_samples=16, block_size=4, mesh=mesh).sampler
+    fresh._deal(head.sampler.order)
+    fresh._summarise(head.weight.detach(), None, torch.arange(fresh.blocks), 1)
+    torch.testing.assert_close(head.sampler.mean, fresh.mean)  # rows that other replicas touched were followed
+
+
+class Model(nn.Module):
+    def __init__(self, head):
+        super().__init__()
+        torch.manual_seed(3)
+        self.trunk, self.head = nn.Linear(D, D), head
+
+    def forward(self, query, target):
+        return self.head(self.trunk(query), target)
+
+
+def check_data_parallel_training_equals_one_process(rank, ranks):
+    """With a draw of all classes: the same weights after some steps, gradients clipped, as one process has."""
+    query, target, sizes = examples(ranks)
+    begin = sum(sizes[:rank])
+    mine = slice(begin, begin + sizes[rank])
+    head = sharded(num_samples=1000 * N, block_size=4)
+    model = data_parallel(Model(head))
+    single = Model(fill(SampledSoftmax(D, N, "uniform")).eval())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, single)]
+    for _ in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(query[mine], target[mine]).backward()
+        single(query, target).backward()
+        norms = [clip_grad_norm_(m.parameters(), 0.5) for m in (model, single)]
+        torch.testing.assert_close(*norms, rtol=1e-4, atol=1e-6)
+        assert float(norms[0]) > 0.5
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(model.module.trunk.weight, single.trunk.weight, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(head.weight, single.head.weight[head.first : head.last], rtol=1e-4, atol=1e-5)
+    for norm_type in (1.0, math.inf):
+        norms = [clip_grad_norm_(m.parameters(), 1e9, norm_type) for m in (model, single)]
+        torch.testing.assert_close(*norms, rtol=1e-4, atol=1e-6)
+    wrong = DistributedDataParallel(Model(nn.Linear(D, D)))
+    wrong.module.head = head  # as if it had been there when DDP was made
+    with pytest.raises(ValueError, match="wrap the trunk only"):
+        wrong(query[mine], target[mine])
+
+
+def check_diagnostics_and_target_bias(rank, ranks):
+    """The estimate of the bias is near the true one, the same on all ranks, and what target_bias adapts to."""
+    torch.manual_seed(rank)
+    query, target, _ = examples(ranks)
+    query, target = (part.repeat(30, *[1] * (part.dim() - 1)) for part in (query, target))
+    truth = fill(SampledSoftmax(D, N, "uniform", reduction="none")).eval()(query, target).detach()
+    for name, options, number in (("uniform", {}, 200), ("quartic", {}, 24)):
+        head = sharded(name, number, reduction="none", **options)
+        with torch.no_grad():
+            true = torch.stack([(head(query, target) - truth).mean() for _ in range(20)]).mean()
+            found = [head.diagnostics() for _ in range(10) if head(query, target) is not None]
+        dist.all_reduce(true)
+        estimated = sum(one.bias for one in found) / 10
+        assert found[0].num_samples == number
+        assert 0.6 < estimated / float(true / ranks) < 1.5, (name, estimated, float(true / ranks))
+        every = [None] * ranks
+        dist.all_gather_object(every, found[0].bias)
+        assert len(set(every)) == 1
+    head = sharded("uniform", target_bias=0.05)
+    with torch.no_grad():
+        for _ in range(100):
+            head(query, target)
+    every = [None] * ranks
+    dist.all_gather_object(every, head.num_samples)
+    assert len(set(every)) == 1
+    assert head.num_samples != 64
+    head = sharded("uniform", head.num_samples, reduction="none")
+    with torch.no_grad():
+        true = -torch.stack([(head(query, target) - truth).mean() for _ in range(20)]).mean()
+    assert 0.015 < float(true) < 0.13
+
+
+def check_refused(rank, ranks):
+    embedding = nn.Embedding(N, D, sparse=True)
+    for call, message in (
+        (lambda: ShardedSampledSoftmax(D, ranks * 2 - 1), "num_classes must leave 2 classes"),
+        (lambda: ShardedSampledSoftmax(D, N, "uniform", ranks - 1), "num_samples must be 1 or more for each of"),
+        (lambda: ShardedSampledSoftmax(D, N, embedding=embedding), "tied weights cannot be sharded"),
+        (lambda: ShardedSampledSoftmax(D, N, split="odd"), "split must be one of 'even', 'mass', got 'odd'"),
+        (lambda: ShardedSampledSoftmax(D, N, "unigram", counts=torch.ones(3)), f"counts must have shape \\({N},\\)"),
+        (lambda: sharded("bigram", 8, **SAMPLERS["bigram"]).sampler.log_total(torch.ones(1, D)), "take split='even'"),
+        (lambda: sharded()(torch.ones(2, D), torch.tensor([0, N])), f"target must be in \\[0, {N}\\)"),
+        (lambda: sharded().topk(torch.ones(2, D), N + 1), "k must be at most"),
+        (lambda: ShardedSampledSoftmax(D, N, mesh="world"), "mesh must be a DeviceMesh"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            call()
+
+
+def check_training_learns_as_one_process_does(rank, ranks):
+    """Learn to name clusters from a few blocks; held-out loss near that of one process with the same batches."""
+    generator = torch.Generator().manual_seed(0)
+    truth = 3 * nn.functional.normalize(torch.randn(N, D, generator=generator), dim=1)
+    single = dist.new_group([rank], use_local_synchronization=True)
+    losses = []
+    for mesh, parts, own in ((None, ranks, rank), (single, 1, 0)):
+        torch.manual_seed(7)
+        head = ShardedSampledSoftmax(D, N, num_samples=32, block_size=4, mesh=mesh)
+        torch.manual_seed(rank)
+        optimizer = torch.optim.Adagrad(head.parameters(), lr=0.5)
+        data = torch.Generator().manual_seed(1)
+        for _ in range(150):
+            target = torch.randint(N, (32,), generator=data)
+            query = truth[target] + 0.3 * torch.randn(32, D, generator=data)
+            optimizer.zero_grad()
+            head(query.tensor_split(parts)[own], target.tensor_split(parts)[own]).backward()
+            optimizer.step()
+        target = torch.arange(N).repeat(5)
+        query = truth[target] + 0.3 * torch.randn(5 * N, D, generator=data)
+        losses.append(float(head.eval()(query, target).detach()))
+    assert losses[1] < 0.7 * math.log(N)
+    assert abs(losses[0] / losses[1] - 1) < 0.15, losses
+
+
+def check_checkpoint_is_written(rank, ranks, folder):
+    """With torch's own means; `check_checkpoint_is_loaded` reads it on other numbers of ranks."""
+    head = sharded(bias=True, num_samples=16, block_size=4)
+    query, target, _ = examples(ranks)
+    head(query, target).backward()
+    assert not any(key.startswith("sampler.") for key in head.state_dict())
+    dcp.save({"head": head.state_dict()}, checkpoint_id=folder / f"of-{ranks}")
+    exact = ShardedSampledSoftmax(D, N, bias=True, num_samples=16, block_size=4)
+    exact.load_state_dict(head.state_dict())
+    exact.load_shard_state(head.shard_state())
+    draws = [one.sampler.draw(query, 16, generator=torch.Generator().manual_seed(2)) for one in (head, exact)]
+    assert torch.equal(draws[0].ids, draws[1].ids)
+    assert torch.equal(head.get_extra_state(), exact.get_extra_state())
+
+
+def check_checkpoint_is_loaded(rank, ranks, folder):
+    for saved in (2, 4):
+        if not (folder / f"of-{saved}").exists():
+            continue
+        head = ShardedSampledSoftmax(D, N, bias=True, num_samples=16, block_size=4)
+        before = head.weight.detach().clone()
+        state = head.state_dict()
+        dcp.load({"head": state}, checkpoint_id=folder / f"of-{saved}")
+        head.load_state_dict(state)
+        assert not torch.equal(head.weight, before)
+        weight, bias = weights()
+        assert torch.equal(head.weight, weight[head.first : head.last])
+        assert torch.equal(head.bias, bias[head.first : head.last])
+        assert int(head.step) == 1
+        query, target, _ = examples(ranks)
+        head(query, target).backward()
+        torch.testing.assert_close(head.sampler.mean.mean(0)[:D], head.weight.mean(0), rtol=0.3, atol=0.1)
+    # Class weights of an unsharded layer are dealt out.
+    head = ShardedSampledSoftmax(D, N, bias=True)
+    head.load_state_dict(fill(SampledSoftmax(D, N, bias=True)).state_dict())
+    assert torch.equal(head.weight, weights()[0][head.first : head.last])
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+
+
+def run(rank: int, ranks: int, folder: str) -> None:
+    """All checks on one rank; their errors go to a file."""
+    torch.set_num_threads(1)
+    torch.sparse.check_sparse_tensor_invariants.disable()
+    warnings.simplefilter("error")
+    store = f"file://{folder}/store-{ranks}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    errors = {}
+    for check in CHECKS:
+        arguments = (Path(folder),) if "checkpoint" in check.__name__ else ()
+        try:
+            check(rank, ranks, *arguments)
+        except Exception:
+            errors[check.__name__] = traceback.format_exc()
+            break  # the others are somewhere else now
+    torch.save(errors, f"{folder}/errors-{ranks}-{rank}.pt")
+    if not errors:
+        dist.barrier()
+    os._exit(0)  # torch 2.13 can deadlock in the usual teardown, joining gloo's threads while one waits for the GIL
+
+
+def spawn(ranks: int, folder: Path) -> dict[str, str]:
+    """Run all checks on so many processes; the errors by the name of the check."""
+    mp.start_processes(run, (ranks, str(folder)), nprocs=ranks, start_method="spawn")
+    found = [error for rank in range(ranks) for error in torch.load(folder / f"errors-{ranks}-{rank}.pt").items()]
+    # Those who lost contact with the one that failed come first, so that it has the last word.
+    return dict(sorted(found, key=lambda error: "LostContactError" not in error[1]))
