@@ -17,6 +17,9 @@ namespace {
 
 using namespace manyclass;
 
+// The log of a sum of nothing: finite, so that its slopes, zero, can be multiplied with.
+constexpr float kNothing = -1e30f;
+
 void check_classes(const Tensor& classes, int64_t limit, const char* op) {
   const auto* data = classes.const_data_ptr<int64_t>();
   const bool inside = std::all_of(data, data + classes.numel(), [&](int64_t id) { return 0 <= id && id < limit; });
@@ -83,6 +86,7 @@ std::tuple<Tensor, Tensor, Tensor> sampled_loss(const Tensor& query, const Tenso
 // The same for a pool of negatives that all examples share. logits: (batch, negatives), replaced by the derivatives
 // positive: (batch,), logits of the positives   log_count, pool: (negatives,)   target: (batch,)
 // -> losses (batch,) and their derivatives by the logit of the positive (batch,)
+// An example with target −1 has no positive; instead of a loss it gets the log-sum-exp of the corrected negatives.
 std::tuple<Tensor, Tensor> pooled_loss_(const Tensor& logits, const Tensor& positive, const Tensor& log_count,
                                         const Tensor& pool, const Tensor& target, bool absolute) {
   const char* op = "pooled_loss_";
@@ -118,14 +122,21 @@ std::tuple<Tensor, Tensor> pooled_loss_(const Tensor& logits, const Tensor& posi
         std::transform(slope, slope + negatives, signs.begin(), sign);
         for (int64_t k = 0; k < negatives; ++k) slope[k] = std::fabs(slope[k]);
       }
-      const float own = absolute ? std::fabs(positive_data[row]) : positive_data[row];
+      const bool alone = target_data[row] < 0;
+      const float own = alone ? -INFINITY : absolute ? std::fabs(positive_data[row]) : positive_data[row];
       const auto hits = std::equal_range(places.begin(), places.end(), std::make_pair(target_data[row], int64_t{0}),
                                          [](const auto& a, const auto& b) { return a.first < b.first; });
       for (auto hit = hits.first; hit != hits.second; ++hit) slope[hit->second] = -INFINITY;
       const float largest = subtract_max(slope, count_data, negatives, own);
+      if (largest == -INFINITY) {  // neither a positive nor a slot that is not empty
+        std::fill(slope, slope + negatives, 0.0f);
+        loss_data[row] = kNothing;
+        positive_slope_data[row] = 0;
+        continue;
+      }
       const double rest = exp_sum(slope, negatives, largest), first = std::exp(static_cast<double>(own) - largest);
       const double total = rest + first;
-      loss_data[row] = static_cast<float>(std::log(total) + largest - own);
+      loss_data[row] = static_cast<float>(std::log(total) + largest - (alone ? 0 : own));
       positive_slope_data[row] = static_cast<float>(-rest / total) * (absolute ? sign(positive_data[row]) : 1.0f);
       const auto scale = static_cast<float>(1 / total);
       for (int64_t k = 0; k < negatives; ++k) slope[k] *= scale;

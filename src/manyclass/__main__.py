@@ -9,11 +9,24 @@ def main() -> None:
         from .cli import app
     except ModuleNotFoundError as error:
         sys.exit(f"manyclass: the command line needs {error.name}: pip install 'manyclass[cli]'")
+    code = 0
     try:
         app()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except (OSError, ValueError) as error:
         print(f"manyclass: {error}", file=sys.stderr)
-        sys.exit(2)
+        code = 2
+    except RuntimeError as error:
+        if type(error).__name__ != "LostContactError":
+            raise
+        print(f"manyclass: {error}", file=sys.stderr)
+        code = 1  # not the fault of what was asked for: torchrun may try again
+    if "manyclass.processes" in sys.modules:
+        from .processes import leave
+
+        leave(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

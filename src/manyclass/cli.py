@@ -46,10 +46,13 @@ def _train_command(name: str, kind: type[Settings]) -> None:
 
     def command(**options: Any) -> None:
         from . import console as show
+        from . import processes
 
         settings = kind(**options)
-        console = show.start(settings.threads)
-        task = show.prepare(name, settings, console)
+        settings.resume = settings.resume or processes.restarted()
+        joined = processes.join(settings.timeout)
+        console = show.start(settings.threads, joined)
+        task = show.prepare(name, settings, console, joined)
         console.print(
             f"{task.num_classes:,} classes; {task.train_examples:,} training and {task.heldout_examples:,} held-out "
             f"examples; {task.steps_per_epoch:,} steps per epoch",
@@ -251,6 +254,18 @@ def bias(
     from .bench import bias
 
     bias.run(out, _start(out, threads), text, steps, seed)
+
+
+@bench.command()
+def distributed(
+    classes: Annotated[int, typer.Option(min=64, help="Classes of all processes together.")] = 1_000_000,
+    processes: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable; default: 1, 2 and 4.")] = None,
+    out: Out = Path("out"),
+) -> None:
+    """Steps of the sharded layer on some processes: time, bytes exchanged, memory; and on paper for 64 machines."""
+    from .bench import distributed
+
+    distributed.run(out, _start(out, None), classes, processes or [1, 2, 4])
 
 
 @bench.command()

@@ -20,21 +20,24 @@ from rich.progress import (
 )
 
 from . import training
+from .processes import Processes, launched
 from .run import Metrics
 from .settings import Settings
 from .tasks import Task
 
 
-def start(threads: int | None) -> Console:
-    """Set the number of threads."""
+def start(threads: int | None, processes: Processes | None = None) -> Console:
+    """Set the number of threads; of several processes only the first has something to say."""
     if threads is not None:
         torch.set_num_threads(threads)
     torch.sparse.check_sparse_tensor_invariants.disable()  # else torch warns that this is its default
-    return Console()
+    return Console(quiet=processes is not None and not processes.first)
 
 
 class Bar(training.Observer):
     """The progress bar of a run; Ctrl-C stops the run after its step, a second one at once.
+
+    Not at once if torchrun started the process: it passes a signal on that the terminal sent to all of them.
 
     Args:
         progress: where the bar is shown.
@@ -62,7 +65,8 @@ class Bar(training.Observer):
 
         def stop(number: int, frame: FrameType | None) -> None:
             self.wanted = True
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            if not launched():
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -72,7 +76,7 @@ class Bar(training.Observer):
                 signal.signal(number, handler)
 
 
-def prepare(name: str, settings: Settings, console: Console) -> Task[Any]:
+def prepare(name: str, settings: Settings, console: Console, processes: Processes | None = None) -> Task[Any]:
     """Read the data of a run, with a progress bar; tables are read at once, so theirs only shows that it lives."""
     files = [
         *(getattr(settings, "text", None) or ()),
@@ -83,7 +87,7 @@ def prepare(name: str, settings: Settings, console: Console) -> Task[Any]:
     columns = ["reading the data", BarColumn(), DownloadColumn(), TimeElapsedColumn()]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=None if hasattr(settings, "interactions") else size or None)
-        return training.prepare(name, settings, lambda read: progress.advance(bar, read))
+        return training.prepare(name, settings, lambda read: progress.advance(bar, read), processes)
 
 
 @contextmanager

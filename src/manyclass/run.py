@@ -3,6 +3,8 @@
 import csv
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,27 +70,49 @@ class Run:
         with replacing(self.folder / "metrics.csv") as file, file.open("w", newline="") as handle:
             csv.writer(handle).writerows([Metrics._fields, *rows])
 
-    def save(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Write a checkpoint, then drop the ones before it."""
+    @contextmanager
+    def checkpoint(self, step: int) -> Iterator[Path]:
+        """A folder to write a checkpoint to. If all goes well it gets its name, and the ones before it are dropped."""
         # Of a process that was killed while it wrote, too.
         before = [*self._checkpoints(), *self.folder.glob(f".*.{CHECKPOINT}*")]
         with replacing(self.folder / f"{CHECKPOINT}{step:09d}") as temporary:
             temporary.mkdir(parents=True)
-            save_file(weights, temporary / "model.safetensors")
-            torch.save(state, temporary / "state.pt")
+            yield temporary
         for path in before:
             if path.name != f"{CHECKPOINT}{step:09d}":
                 shutil.rmtree(path)
 
-    def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The last checkpoint: weights and the rest; None if there is none yet."""
+    def save(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Write a checkpoint of one process."""
+        with self.checkpoint(step) as folder:
+            save_file(weights, folder / "model.safetensors")
+            torch.save(state, folder / "state.pt")
+
+    def load(self, head: Any = None, part: tuple[int, int] = (0, 1)) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The last checkpoint: weights and the rest; None if there is none yet.
+
+        It may have been written by any number of processes. For one of several, ``part``, the rest is what its sharded
+        layer ``head`` and its rows of the batch have of it.
+        """
         found = self._checkpoints()
         if not found:
             return None
+        folder = found[-1]
         try:
-            return load_file(found[-1] / "model.safetensors"), torch.load(found[-1] / "state.pt", weights_only=True)
+            if (folder / ".metadata").exists():
+                from .distributed import checkpoint
+
+                return checkpoint.load(folder, head, part)
+            weights = load_file(folder / "model.safetensors")
+            rest = {**torch.load(folder / "state.pt", weights_only=True), "shard": None}
         except Exception as error:  # a broken pickle can raise anything
-            raise ValueError(f"the checkpoint {found[-1]} is broken: {f'{error} '.splitlines()[0]}") from error
+            raise ValueError(f"the checkpoint {folder} is broken: {f'{error} '.splitlines()[0]}") from error
+        if head is not None:
+            from .distributed import checkpoint
+
+            rest["optimizers"] = checkpoint.cut_optimizers(rest["optimizers"], head)
+            rest["state"], rest["random"] = checkpoint.cut_state(rest["state"], part), None
+        return weights, rest
 
     def _checkpoints(self) -> list[Path]:
         return sorted(path for path in self.folder.glob(f"{CHECKPOINT}*") if path.is_dir())

@@ -9,7 +9,7 @@ from typer import Argument, Option
 
 PANELS = DATA, MODEL, LAYER, TRAINING, RUN = ("Data", "Model", "Output layer", "Training", "Run")
 #: They do not change what is learned, so a resumed run may have others.
-FREE = ("out", "resume", "threads", "checkpoint_every", "tensorboard")
+FREE = ("out", "resume", "threads", "timeout", "checkpoint_every", "tensorboard")
 #: Samplers that can draw one pool for the batch.
 SCOPED = ("blocks", "uniform", "log_uniform", "unigram")
 
@@ -87,6 +87,9 @@ class Settings:
         bool, _option(RUN, "Go on where the run in --out stopped; start if there is none.", "--resume")
     ] = False
     threads: Annotated[int | None, _option(RUN, "CPU threads; default: what torch chooses.", min=1)] = None
+    timeout: Annotated[
+        float, _option(RUN, "Under torchrun: seconds after which a process that does not answer ends the run.", min=1)
+    ] = 300.0
     tensorboard: Annotated[bool, _option(RUN, "Write events for TensorBoard, too.", "--tensorboard")] = False
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .. import functional
+from .. import functional, ops
 from ..fused import row_gradient
 from . import collectives
 
@@ -58,6 +58,63 @@ class _Rows(torch.autograd.Function):
         return row_gradient(ctx.weight, rows, values, ctx.sparse), None, None, None
 
 
+class _NativePool(torch.autograd.Function):
+    """`sampled` for a pool: the loss kernel, in which examples without a positive have a log-sum-exp as their loss."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        pool: Tensor,
+        log_count: Tensor,
+        absolute: bool,
+        sparse: bool,
+        replicas: Replicas,
+    ) -> tuple[Tensor, Tensor]:
+        own = target >= 0
+        drawn, positives = weight[pool], weight[target[own]]
+        logits = query @ drawn.T
+        positive = _spread((query[own] * positives).sum(dim=-1), own)
+        if bias is not None:
+            logits += bias[pool].T
+            positive[own] += bias[target[own]].squeeze(-1)
+        losses, slopes = torch.ops.manyclass.pooled_loss_(
+            logits, positive, log_count.contiguous(), pool.contiguous(), target.contiguous(), absolute
+        )
+        ctx.save_for_backward(query, target, pool, drawn, positives, logits, slopes)
+        ctx.weight, ctx.bias, ctx.sparse, ctx.replicas = weight, bias, sparse, replicas
+        ctx.sign = positive.sign() if absolute else own.to(positive.dtype)
+        output = positive * ctx.sign
+        return losses + output, output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        query, target, pool, drawn, positives, logits, slopes = ctx.saved_tensors
+        of_sum, of_positive = grads
+        own = target >= 0
+        of_positive = (of_sum * (slopes + ctx.sign) + of_positive * ctx.sign)[own].unsqueeze(-1)
+        query_grad = (logits @ drawn).mul_(of_sum.unsqueeze(-1))
+        query_grad[own] += of_positive * positives
+        rows, place = torch.unique(torch.cat([target[own], pool]), return_inverse=True)
+
+        def gradient(table: Tensor, of_target: Tensor, of_pool: Tensor) -> Tensor:
+            values = of_pool.new_zeros(len(rows), of_pool.shape[1])
+            values.index_add_(0, place, torch.cat([of_target, of_pool]))
+            everyones, values = ctx.replicas.mean(rows, values)
+            return row_gradient(table, everyones, values, ctx.sparse)
+
+        weighted = of_sum.unsqueeze(-1) * query
+        weight_grad = gradient(ctx.weight, of_positive * query[own], logits.T @ weighted)
+        bias_grad = None
+        if ctx.bias is not None:
+            bias_grad = gradient(ctx.bias, of_positive, logits.T @ of_sum.unsqueeze(-1))
+        return query_grad, weight_grad, bias_grad, None, None, None, None, None, None
+
+
 class _Whole(torch.autograd.Function):
     """All of a parameter; its gradient is the mean over replicas."""
 
@@ -89,6 +146,9 @@ def sampled(
 
     Both ``(batch,)``. The sum of the first over shards, in the log domain, less the sum of the second is the loss.
     """
+    if ids.dim() == 1 and ops.native_for(query, weight):
+        absolute = prediction == "absolute"
+        return _NativePool.apply(query, weight, bias, target, ids, log_count, absolute, sparse, replicas)  # pyright: ignore
     own = target >= 0
     rows, place = torch.unique(torch.cat([target[own], ids.flatten()]), return_inverse=True)
     positives, negatives = place[: int(own.sum())], place[int(own.sum()) :].view(ids.shape)

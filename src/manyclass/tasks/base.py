@@ -46,7 +46,7 @@ class Task(ABC, Generic[S]):
     #: Batches of an epoch follow each other in the text, so the trunk has a state that they hand on.
     recurrent = False
     #: Which of how many processes this one is: batches have only its part of the rows.
-    part = (0, 1)
+    part: tuple[int, int] = (0, 1)
     train_examples: int
     heldout_examples: int
     steps_per_epoch: int

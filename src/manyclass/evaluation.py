@@ -1,0 +1,62 @@
+"""Exact loss and ranking measures over all classes, never over sampled ones."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .model import Model
+from .processes import Processes
+from .tasks import Task
+from .tasks.base import IGNORE, own_part
+
+
+@torch.no_grad()
+def evaluate(model: Model, task: Task[Any], limit: int | None = None, k: tuple[int, ...] = ()) -> dict[str, float]:
+    """Exact loss on held-out data, over all classes, and for each ``k`` the ranking measures of `ranking`.
+
+    Several processes share the examples out, and all get the result.
+    """
+    training, processes = model.training, Processes(*task.part)
+    model.eval()
+    sums: dict[str, float] = {}
+    targets = queries = 0
+    state = None
+    for batch in task.heldout(limit):
+        hidden, state = model.hidden(batch, state)
+        wanted = batch.target != IGNORE
+        kept = wanted.any(dim=-1)
+        queries, targets = queries + int(kept.sum()), targets + int(wanted.sum())
+        query, target = (own_part(rows, task.part) for rows in (hidden[kept], batch.target[kept]))
+        loss = model.head(query.unsqueeze(1).expand(*target.shape, -1), target)
+        # The losses of several processes have the loss of all their examples as their mean.
+        found = {"loss": float(loss) * int(wanted.sum()) / processes.world}
+        if k:
+            found |= ranking(model.head.topk(query, min(max(k), task.num_classes))[1], target, k)
+        sums = {name: sums.get(name, 0.0) + value for name, value in found.items()}
+    model.train(training)
+    sums = dict(zip(sums, processes.sums(list(sums.values())), strict=True))
+    return {name: value / (targets if name == "loss" else queries) for name, value in sums.items()}
+
+
+def ranking(best: Tensor, target: Tensor, cutoffs: tuple[int, ...]) -> dict[str, float]:
+    """Sums over queries of recall, precision, MRR and NDCG at each cut-off.
+
+    Args:
+        best: classes, best first, ``(queries, at least max(cutoffs))``.
+        target: the classes that are right, ``(queries, labels)``, padded with `IGNORE`.
+        cutoffs: the k.
+    """
+    hit = (best.unsqueeze(-1) == target.unsqueeze(1)).any(dim=-1).double()
+    right = (target != IGNORE).sum(dim=-1)
+    discount = 1 / torch.arange(2, best.shape[1] + 2, dtype=torch.double).log2()
+    sums = {}
+    for k in cutoffs:
+        first = hit[:, :k]
+        place = first.argmax(dim=-1) + 1
+        ideal = discount[:k].cumsum(0)[right.clamp(max=min(k, best.shape[1])) - 1]
+        sums[f"recall@{k}"] = float((first.sum(dim=-1) / right).sum())
+        sums[f"precision@{k}"] = float(first.sum() / k)
+        sums[f"mrr@{k}"] = float((first.amax(dim=-1) / place).sum())
+        sums[f"ndcg@{k}"] = float(((first * discount[:k]).sum(dim=-1) / ideal).sum())
+    return sums

@@ -1,0 +1,106 @@
+"""A trunk and the output layer on it."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from .head import SampledSoftmax
+from .models import FullSoftmax
+from .settings import Settings
+from .tasks import Batch, Task
+from .tasks.base import IGNORE
+
+
+class Model(nn.Module):
+    """A trunk and the output layer on it.
+
+    Args:
+        task: what the model is for.
+        settings: of the run.
+    """
+
+    def __init__(self, task: Task[Any], settings: Settings) -> None:
+        super().__init__()
+        self.recurrent = task.recurrent
+        self._parallel: list[nn.Module] = []  # in a list, so that its parameters do not count twice
+        self.trunk = task.trunk()
+        embedding = None
+        full = settings.sampler == "full"
+        if getattr(settings, "tied", False):
+            embedding = cast(nn.Embedding, self.trunk.embedding)
+            embedding.sparse = not full
+        options: dict[str, Any] = {"prediction": settings.prediction, "embedding": embedding, "ignore_index": IGNORE}
+        features = settings.features  # pyright: ignore[reportAttributeAccessIssue]
+        sharded = task.part[1] > 1
+        if sharded and embedding is not None:
+            raise ValueError("--tied needs all class weights in every process, so it cannot be trained by several")
+        sampled_layer, full_layer = _layers(sharded)
+        if full:
+            self.head: SampledSoftmax = full_layer(features, task.num_classes, **options)
+            return
+        if settings.scope is not None:
+            options["scope"] = settings.scope
+        if settings.sampler in ("unigram", "bigram"):
+            target, context = task.pairs()
+            if settings.sampler == "unigram":
+                options["counts"] = torch.bincount(target, minlength=task.num_classes) + 1
+                options["power"] = settings.power
+            elif int(context.max()) == IGNORE:
+                raise ValueError("--sampler bigram needs a class before each, which documents do not have")
+            else:
+                options["pairs"] = torch.stack([context, target], dim=1)
+        self.head = sampled_layer(
+            features,
+            task.num_classes,
+            settings.sampler,
+            settings.num_samples,
+            target_bias=settings.target_bias,
+            **options,
+        )
+
+    def hidden(self, batch: Batch, state: Any = None) -> tuple[Tensor, Any]:
+        """Hidden states ``(batch, time, features)``, and the state to go on from."""
+        trunk = self._parallel[0] if self._parallel and self.training else self.trunk
+        return trunk(*batch.inputs, state) if self.recurrent else (trunk(*batch.inputs), None)
+
+    def forward(self, batch: Batch, state: Any = None) -> tuple[Tensor, Any]:
+        """Mean loss over all targets, and the state to go on from."""
+        hidden, state = self.hidden(batch, state)
+        *places, labels = batch.target.shape
+        query = hidden.unsqueeze(2).expand(*places, labels, -1)
+        context = None if batch.context is None else batch.context.unsqueeze(2).expand_as(batch.target)
+        return self.head(query, batch.target, context=context), state
+
+    def parallelise(self) -> None:
+        """Let the processes that train together share the gradients of the trunk."""
+        from .distributed import data_parallel
+
+        self._parallel = [data_parallel(self.trunk)]
+
+    def weights(self) -> dict[str, Tensor]:
+        """All parameters, each once."""
+        return {name: parameter.detach() for name, parameter in self.named_parameters()}
+
+    def buffers_and_extras(self) -> dict[str, Any]:
+        """What else the state has: the sampler's statistics."""
+        names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        return {name: value for name, value in self.state_dict().items() if name not in names}
+
+    def restore(self, weights: dict[str, Tensor], rest: dict[str, Any]) -> None:
+        """Take over what `weights` and `buffers_and_extras` gave; what ``rest`` lacks stays as it is."""
+        shared = {}  # a tied weight has one name in a checkpoint and two in the model
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            first = next(other for other, same in self.named_parameters() if same is parameter)
+            shared[name] = weights[first]
+        self.load_state_dict({**self.buffers_and_extras(), **shared, **rest})
+
+
+def _layers(sharded: bool) -> tuple[type[SampledSoftmax], type[SampledSoftmax]]:
+    """The sampled and the full output layer."""
+    if not sharded:
+        return SampledSoftmax, FullSoftmax
+    from .distributed.full import ShardedFullSoftmax
+    from .distributed.head import ShardedSampledSoftmax
+
+    return ShardedSampledSoftmax, ShardedFullSoftmax

@@ -1,0 +1,89 @@
+"""The processes of a run: those that torchrun started, or this one alone."""
+
+import os
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+#: How long others wait for the first process to read the data.
+READING = timedelta(days=7)
+
+
+class Processes:
+    """One process, and the others that train with it. Every method is called by all of them, in the same order.
+
+    Args:
+        rank: which one this is.
+        world: how many there are.
+    """
+
+    def __init__(self, rank: int = 0, world: int = 1) -> None:
+        self.rank, self.world = rank, world
+
+    @property
+    def first(self) -> bool:
+        """Whether this one writes the files and speaks."""
+        return self.rank == 0
+
+    def sums(self, values: list[float]) -> list[float]:
+        """Sums over the processes."""
+        if self.world == 1:
+            return values
+        from .distributed.collectives import summed
+
+        return summed(torch.tensor(values, dtype=torch.float64), self._group(), "sums").tolist()
+
+    def any(self, wanted: bool) -> bool:
+        """Whether at least one of them wants it."""
+        return self.sums([float(wanted)])[0] > 0
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """Errors inside mean that contact was lost."""
+        if self.world == 1:
+            return nullcontext()
+        from .distributed.collectives import together
+
+        return together(what, self._group())
+
+    def after_first(self, done: bool) -> None:
+        """The first process says that its work is done; the others wait for it, as long as that may take."""
+        if self.world > 1:
+            store = dist.distributed_c10d._get_default_store()
+            if done:
+                store.set("manyclass/first", "done")
+            else:
+                store.wait(["manyclass/first"], READING)
+
+    def _group(self) -> Any:
+        return dist.group.WORLD
+
+
+def launched() -> bool:
+    """Whether torchrun, or something like it, started several processes."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def restarted() -> bool:
+    """Whether torchrun had to start the processes anew."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def join(timeout: float) -> Processes:
+    """Meet the other processes, if torchrun started some; one that does not answer for ``timeout`` seconds is lost."""
+    if not launched():
+        return Processes()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    return Processes(dist.get_rank(), dist.get_world_size())
+
+
+def leave(code: int) -> NoReturn:
+    """End this process. Not in torch's way, which can deadlock when it joins gloo's threads."""
+    if dist.is_available() and dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
