@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from manyclass import functional, training
+from manyclass import evaluation, functional, training
 from manyclass.data.ragged import Ragged
 from manyclass.models import LSTM, FeedForward, Transformer
 from manyclass.run import Metrics, Run
@@ -231,18 +231,8 @@ def test_every_interaction_is_a_target_once_an_epoch(tmp_path, model):
 
 
 def test_windows_of_long_histories():
-    class Part(_Part):
-        def __init__(self, rows):
-            sequences = Ragged.from_rows(rows)
-            self.items, self.users = sequences.values, np.zeros((len(rows), 0))
-            lengths = np.diff(sequences.offsets)
-            self.row = np.repeat(np.arange(len(rows)), lengths)
-            self.start, self.end = sequences.offsets[:-1][self.row], sequences.offsets[1:][self.row]
-            positions = np.arange(len(self.items))
-            self.targets = positions[positions > self.start]
-
-    part = Part([list(range(10)), [50], [60, 61]])
-    batch = part.batch(part.windows(4), 4, 4)
+    part = _Part(Ragged.from_rows([list(range(10)), [50], [60, 61]]), np.zeros((3, 0)), without_last=False)
+    batch = part.batch(part.windows(4)[:], 4, 4)
     assert batch.inputs[0].tolist() == [[-1, -1, -1, 0], [1, 2, 3, 4], [5, 6, 7, 8], [-1, -1, -1, 60]]
     assert batch.target.squeeze(-1).tolist() == [
         [IGNORE, IGNORE, IGNORE, 1],
@@ -355,7 +345,7 @@ def test_held_out_loss_and_ranks_are_those_of_all_classes(tmp_path, name):
 def test_ranking_measures():
     best = torch.tensor([[4, 2, 9], [1, 2, 3]])
     target = torch.tensor([[2, 9], [7, IGNORE]])
-    found = training.ranking(best, target, (1, 2, 3))
+    found = evaluation.ranking(best, target, (1, 2, 3))
     assert found["recall@1"] == 0
     assert found["recall@2"] == 0.5
     assert found["recall@3"] == 1.0
@@ -364,7 +354,7 @@ def test_ranking_measures():
     ideal = 1 + 1 / math.log2(3)
     assert found["ndcg@3"] == pytest.approx((1 / math.log2(3) + 1 / 2) / ideal)
     # More cut-off than classes, and more labels than the cut-off.
-    found = training.ranking(torch.tensor([[0, 1]]), torch.tensor([[0, 1]]), (1, 10))
+    found = evaluation.ranking(torch.tensor([[0, 1]]), torch.tensor([[0, 1]]), (1, 10))
     assert found["ndcg@1"] == found["ndcg@10"] == 1.0
 
 

@@ -77,16 +77,17 @@ class Bar(training.Observer):
 
 
 def prepare(name: str, settings: Settings, console: Console, processes: Processes | None = None) -> Task[Any]:
-    """Read the data of a run, with a progress bar; tables are read at once, so theirs only shows that it lives."""
+    """Read the data of a run, with a progress bar."""
     files = [
         *(getattr(settings, "text", None) or ()),
+        getattr(settings, "interactions", None),
         getattr(settings, "data", None),
         getattr(settings, "heldout", None),
     ]
     size = sum(file.stat().st_size for file in files if file is not None and file.exists())
     columns = ["reading the data", BarColumn(), DownloadColumn(), TimeElapsedColumn()]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=None if hasattr(settings, "interactions") else size or None)
+        bar = progress.add_task("", total=size or None)
         return training.prepare(name, settings, lambda read: progress.advance(bar, read), processes)
 
 

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -11,6 +12,11 @@ import torch.distributed as dist
 
 #: How long others wait for the first process to read the data.
 READING = timedelta(days=7)
+#: How long a process waits for the others when all is done; and the exit codes then: done, or stopped by a signal.
+LEAVING = timedelta(seconds=60)
+GOOD_ENDS = (0, 130)
+#: What tells an error of torch's own communication, as of data parallelism, from others.
+NETWORK = ("gloo", "NCCL", "onnection", "imed out", "timeout")
 
 
 class Processes:
@@ -41,13 +47,18 @@ class Processes:
         """Whether at least one of them wants it."""
         return self.sums([float(wanted)])[0] > 0
 
-    def together(self, what: str) -> AbstractContextManager[None]:
-        """Errors inside mean that contact was lost."""
-        if self.world == 1:
-            return nullcontext()
-        from .distributed.collectives import together
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Errors of the network inside mean that contact was lost."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.world == 1 or not any(word in str(error) for word in NETWORK):
+                raise
+            from .distributed.collectives import together
 
-        return together(what, self._group())
+            with together(what, self._group()):
+                raise
 
     def after_first(self, done: bool) -> None:
         """The first process says that its work is done; the others wait for it, as long as that may take."""
@@ -83,6 +94,12 @@ def join(timeout: float) -> Processes:
 def leave(code: int) -> NoReturn:
     """End this process. Not in torch's way, which can deadlock when it joins gloo's threads."""
     if dist.is_available() and dist.is_initialized():
+        if code in GOOD_ENDS:
+            # Who leaves while another still reads from him breaks its connection: all leave when all are done.
+            with suppress(Exception):  # the one with the store may be gone already
+                store = dist.distributed_c10d._get_default_store()
+                store.set(f"manyclass/left/{dist.get_rank()}", "yes")
+                store.wait([f"manyclass/left/{rank}" for rank in range(dist.get_world_size())], LEAVING)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -104,7 +104,7 @@ class Run:
 
                 return checkpoint.load(folder, head, part)
             weights = load_file(folder / "model.safetensors")
-            rest = {**torch.load(folder / "state.pt", weights_only=True), "shard": None}
+            rest = torch.load(folder / "state.pt", weights_only=True)
         except Exception as error:  # a broken pickle can raise anything
             raise ValueError(f"the checkpoint {folder} is broken: {f'{error} '.splitlines()[0]}") from error
         if head is not None:

@@ -140,7 +140,7 @@ def train(task: Task[Any], observer: Observer | None = None) -> list[Metrics]:
         model.parallelise()
         torch.manual_seed((settings.seed * 1_000_003 + step) * processes.world + processes.rank)  # draws, dropout
     if found is not None:
-        if found[1]["shard"] is not None:
+        if "shard" in found[1]:
             model.head.load_shard_state(found[1]["shard"])  # pyright: ignore[reportCallIssue]
         if found[1]["random"] is not None:
             torch.set_rng_state(found[1]["random"])

@@ -14,6 +14,7 @@ from rich.table import Table
 from torch.multiprocessing.spawn import start_processes
 
 from ..head import NUM_SAMPLES, SampledSoftmax
+from ..processes import leave
 from .timing import write_csv
 
 BATCH, FEATURES, POOL = 512, 64, NUM_SAMPLES["batch"]
@@ -86,8 +87,7 @@ def _measure(rank: int, world: int, num_classes: int, folder: str) -> None:
         rows.append((name, world, num_classes, min(times[name][3:]), traffic, weight.numel() * 4, memory))
     if rank == 0:
         torch.save(rows, f"{folder}/{world}.pt")
-    dist.barrier()
-    os._exit(0)  # torch's teardown can deadlock when it joins gloo's threads
+    leave(0)
 
 
 class Paper(NamedTuple):

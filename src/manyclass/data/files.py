@@ -6,7 +6,7 @@ import gzip
 import io
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -78,12 +78,17 @@ def bare_suffix(path: Path) -> str:
 def read_lines(path: Path, advance: Advance = ignore) -> Iterator[tuple[int, str]]:
     """The lines of a UTF-8 text without their ends, numbered from 1; memory: one line."""
     with open_bytes(path, advance) as file:
-        for number, line in enumerate(file, 1):
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError:
-                raise ValueError(f"{path}, line {number}: not UTF-8 text") from None
-            yield number, text.rstrip("\r\n")
+        yield from decode_lines(path, file)
+
+
+def decode_lines(path: Path, lines: Iterable[bytes], first: int = 1) -> Iterator[tuple[int, str]]:
+    """Lines of a UTF-8 text without their ends, and their numbers, which begin with ``first``."""
+    for number, line in enumerate(lines, first):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{path}, line {number}: not UTF-8 text") from None
+        yield number, text.rstrip("\r\n")
 
 
 def read_pieces(path: Path, advance: Advance = ignore) -> Iterator[str]:

@@ -1,23 +1,23 @@
 """Documents with features and many labels, in the text format of extreme classification."""
 
 import re
-from array import array
-from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from ..checks import positive_int
+from .documents import Documents
 from .files import Advance, ignore, read_lines
-from .ragged import Ragged
+from .ragged import Ragged, RaggedWriter
+from .spool import Spool, tally
 from .vocabulary import Vocabulary, inverse, ranking
 
 _HEADER = re.compile(r"\s*(\d+)\s+(\d+)\s+(\d+)\s*")
 
 
 class Labelled(NamedTuple):
-    """The documents that have at least one label."""
+    """The documents that have at least one label, on disk and mapped into memory."""
 
     #: Class ids (int32), a row per document.
     labels: Ragged
@@ -38,6 +38,8 @@ class _Limits(NamedTuple):
 
 def read_labelled(
     file: Path,
+    folder: Path,
+    name: str,
     vocabulary: Vocabulary | None = None,
     num_features: int | None = None,
     *,
@@ -50,62 +52,73 @@ def read_labelled(
     A line that starts with a blank has no labels, and is left out. So are labels seen less than ``min_count`` times
     or, for held-out data, not in the given ``vocabulary``, features from ``num_features`` on, and then documents
     without a label.
+
+    The result is in ``folder``: ``{name}.labels.values.npy`` and ``{name}.labels.offsets.npy``, the same for
+    ``features``, and ``{name}.values.npy``. Memory: the labels' names, and a chunk; on disk, in ``folder`` and for
+    the time of reading, some 16 bytes for each feature of a document, and for each label.
     """
     positive_int("min_count", min_count)
-    limits = None
-    numbers: defaultdict[int, int] = defaultdict()
-    numbers.default_factory = numbers.__len__  # a new label gets the next number
-    labels, label_lengths = array("i"), array("q")
-    features, feature_lengths, values = array("i"), array("q"), array("f")
-    documents = 0
+    with Documents(folder) as documents:
+        limits = _read(file, documents, advance)
+        vocabulary, classes = _classes(file, documents, vocabulary, min_count)
+        if num_features is None:
+            num_features = limits.features if limits else documents.largest_feature + 1
+        with (
+            RaggedWriter(folder) as labels,
+            RaggedWriter(folder) as features,
+            Spool(folder, np.float32) as values,
+        ):
+            for part in documents.parts():
+                found = classes[part.labels.values]
+                kept_labels = Ragged(found, part.labels.offsets).keep(found >= 0)
+                some = kept_labels.lengths() > 0
+                kept = np.repeat(some, part.features.lengths()) & (part.features.values < num_features)
+                kept_features = part.features.keep(kept)
+                labels.append(Ragged.from_lengths(kept_labels.values, kept_labels.lengths()[some]))
+                features.append(Ragged.from_lengths(kept_features.values, kept_features.lengths()[some]))
+                values.append(part.values[kept])
+            if not len(labels):
+                raise ValueError(f"{file}: none of its labels is in the vocabulary")
+            values.save(folder / f"{name}.values.npy")
+            return Labelled(
+                labels.save(f"{name}.labels"),
+                features.save(f"{name}.features"),
+                np.load(folder / f"{name}.values.npy", mmap_mode="r"),
+                num_features,
+                vocabulary,
+            )
+
+
+def _read(file: Path, documents: Documents, advance: Advance) -> _Limits | None:
+    """Add the documents of a file that have labels; returns what its header says."""
+    limits, count = None, 0
     for number, line in read_lines(file, advance):
         if number == 1 and (header := _HEADER.fullmatch(line)):
             limits = _Limits(*map(int, header.groups()))
         elif line:
-            documents += 1
-            names, ids, weights = _parse(f"{file}, line {number}", line, limits)
+            count += 1
+            names, ids, values = _parse(f"{file}, line {number}", line, limits)
             if names:
-                labels.extend(map(numbers.__getitem__, names))
-                label_lengths.append(len(names))
-                features.extend(ids)
-                values.frombytes(weights.tobytes())
-                feature_lengths.append(len(ids))
-    if not documents:
+                documents.append(names, ids, values)
+    documents.flush()
+    if not count:
         raise ValueError(f"{file}: no documents in the file")
-    if limits and limits.documents != documents:
-        raise ValueError(f"{file}: the header says {limits.documents} documents, but there are {documents}")
-    if not label_lengths:
+    if limits and limits.documents != count:
+        raise ValueError(f"{file}: the header says {limits.documents} documents, but there are {count}")
+    if not documents.numbers:
         raise ValueError(f"{file}: no document has a label")
-    codes = np.array(labels, dtype=np.int32)
-    vocabulary, classes = _classes(file, list(numbers), codes, vocabulary, min_count)
-    feature_ids = np.array(features, dtype=np.int32)
-    if num_features is None:
-        num_features = limits.features if limits else int(feature_ids.max(initial=-1)) + 1
-    classes = classes[codes]
-    kept_labels = Ragged.from_lengths(classes, np.array(label_lengths)).keep(classes >= 0)
-    some = kept_labels.lengths() > 0
-    if not some.any():
-        raise ValueError(f"{file}: none of its labels is in the vocabulary")
-    lengths = np.array(feature_lengths)
-    kept = np.repeat(some, lengths) & (feature_ids < num_features)
-    rows = Ragged.from_lengths(feature_ids, lengths).keep(kept)
-    return Labelled(
-        Ragged.from_lengths(kept_labels.values, kept_labels.lengths()[some]),
-        Ragged.from_lengths(rows.values, rows.lengths()[some]),
-        np.array(values, dtype=np.float32)[kept],
-        num_features,
-        vocabulary,
-    )
+    return limits
 
 
 def _classes(
-    file: Path, numbers: list[int], codes: np.ndarray, vocabulary: Vocabulary | None, min_count: int
+    file: Path, documents: Documents, vocabulary: Vocabulary | None, min_count: int
 ) -> tuple[Vocabulary, np.ndarray]:
-    """The vocabulary, and the class of each label by first sight, or -1: shape ``(len(numbers),)``."""
+    """The vocabulary, and the class of each label by first sight, or -1: shape ``(labels,)``."""
+    numbers: list[int] = list(documents.numbers)
     if vocabulary is not None:
         known = vocabulary.ids()
         return vocabulary, np.array([known.get(str(number), -1) for number in numbers], dtype=np.int32)
-    counts = np.bincount(codes, minlength=len(numbers))
+    counts = tally(documents.label_chunks(), len(numbers))
     order = ranking(counts, min_count)
     if len(order) < 2:
         which = f"only one label, {numbers[0]}" if len(numbers) == 1 else f"{len(order)} of {len(numbers)} labels"

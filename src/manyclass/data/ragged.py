@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..atomic import replacing
+from .spool import Spool
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,9 @@ class Ragged:
         kept = np.concatenate(([0], np.cumsum(values, dtype=np.int64)))
         return Ragged(self.values[values], kept[self.offsets])
 
-    def save(self, folder: Path, name: str) -> None:
-        """Write ``{name}.values.npy`` and ``{name}.offsets.npy``, each whole or not at all."""
-        for part, content in (("values", self.values), ("offsets", self.offsets)):
-            with replacing(folder / f"{name}.{part}.npy") as temporary, temporary.open("wb") as file:
-                np.save(file, content)
-
     @classmethod
     def load(cls, folder: Path, name: str) -> "Ragged":
-        """Map into memory what :meth:`save` wrote."""
+        """Map into memory what :class:`RaggedWriter` wrote."""
         loaded = cls(*(np.load(folder / f"{name}.{part}.npy", mmap_mode="r") for part in ("values", "offsets")))
         if len(loaded.offsets) == 0 or loaded.offsets[-1] != len(loaded.values):
             raise ValueError(f"{folder / name}: the offsets do not fit the values")
@@ -70,3 +64,33 @@ class Ragged:
             values.extend(row)
             lengths.append(len(row))
         return cls.from_lengths(np.array(values, dtype=np.int32), np.array(lengths, dtype=np.int64))
+
+
+class RaggedWriter:
+    """Rows of int32 that come one part after the other, on their way to ``folder``; memory: one part."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._values, self._offsets = Spool(folder, np.int32), Spool(folder, np.int64)
+        self._offsets.append([0])
+
+    def __enter__(self) -> "RaggedWriter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._values.__exit__()
+        self._offsets.__exit__()
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def append(self, rows: Ragged) -> None:
+        """Add rows at the end."""
+        self._offsets.append(len(self._values) + rows.offsets[1:])
+        self._values.append(rows.values)
+
+    def save(self, name: str) -> Ragged:
+        """Write ``{name}.values.npy`` and ``{name}.offsets.npy``, each whole or not at all, and map them."""
+        self._values.save(self._folder / f"{name}.values.npy")
+        self._offsets.save(self._folder / f"{name}.offsets.npy")
+        return Ragged.load(self._folder, name)

@@ -2,25 +2,20 @@
 
 import re
 import sysconfig
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
-from ..atomic import replacing
 from ..checks import one_of, positive_int
 from .files import Advance, ignore, read_pieces
-from .vocabulary import Vocabulary, inverse, ranking
+from .spool import Spool, save_array
+from .vocabulary import Vocabulary, inverse, numbering, ranking
 
 #: How text becomes words: ``words`` are runs of letters and digits, and single symbols; ``blanks`` splits at white
 #: space and puts ``<eos>`` at the end of every line that is not blank.
 SPLITS = ("words", "blanks")
 RARE, EOS = "<rare>", "<eos>"
-#: Token ids that are held at once.
-CHUNK = 1 << 20
 WORD = re.compile(r"\w+|[^\w\s]")
 _LINE_ENDS = re.compile(r"\n\s*")
 
@@ -39,14 +34,13 @@ def prepare_text(
     equal counts by first sight. The text is read once; memory: the vocabulary and a piece of the text.
     """
     positive_int("min_count", min_count)
-    ids: defaultdict[str, int] = defaultdict()
-    ids.default_factory = ids.__len__  # a new word gets the next id
+    ids = numbering()
     ids[RARE] = 0
     counts = np.zeros(1, dtype=np.int64)
-    with _provisional(tokens) as raw:
+    with Spool(tokens.parent, np.int32) as raw:
         for words in _split(files, split, advance):
             numbers = np.fromiter(map(ids.__getitem__, words), dtype=np.int32, count=len(words))
-            raw.write(numbers.tobytes())
+            raw.append(numbers)
             more = np.bincount(numbers, minlength=len(ids))
             more[: len(counts)] += counts
             counts = more
@@ -59,7 +53,8 @@ def prepare_text(
         counts[0] = total - counts.sum()
         if np.count_nonzero(counts) < 2:
             raise ValueError(f"{names}: only one class in the text: too few words occur min_count={min_count} times")
-        _write_ids(raw, tokens, inverse(order, len(ids), missing=0))
+        classes = inverse(order, len(ids), missing=0)
+        save_array(tokens, np.int32, len(raw), (classes[chunk] for chunk in raw.chunks()))
     words = list(ids)
     return Vocabulary([words[index] for index in order], counts)
 
@@ -74,13 +69,13 @@ def encode_text(
 ) -> None:
     """Write the class ids of a text as :func:`prepare_text` does, with its vocabulary; unknown words are class 0."""
     ids = vocabulary.ids()
-    with _provisional(tokens) as raw:
+    with Spool(tokens.parent, np.int32) as raw:
         for words in _split(files, split, advance):
             numbers = np.fromiter((ids.get(word, 0) for word in words), dtype=np.int32, count=len(words))
-            raw.write(numbers.tobytes())
-        if not raw.tell():
+            raw.append(numbers)
+        if not len(raw):
             raise ValueError(f"{', '.join(map(str, files))}: no words")
-        _write_ids(raw, tokens, np.arange(len(ids), dtype=np.int32))
+        raw.save(tokens)
 
 
 def _split(files: Sequence[Path], split: str, advance: Advance) -> Iterator[list[str]]:
@@ -92,27 +87,6 @@ def _split(files: Sequence[Path], split: str, advance: Advance) -> Iterator[list
             yield words
         if words and split == "blanks":
             yield [EOS]
-
-
-@contextmanager
-def _provisional(tokens: Path) -> Iterator[BinaryIO]:
-    """A file beside ``tokens`` that is gone afterwards."""
-    path = tokens.with_name(f".{tokens.name}.provisional")
-    try:
-        with path.open("w+b") as file:
-            yield file
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def _write_ids(raw: BinaryIO, tokens: Path, classes: np.ndarray) -> None:
-    """Copy int32 ids from ``raw``, each replaced by its entry in ``classes``, to a ``.npy`` file."""
-    header = {"descr": "<i4", "fortran_order": False, "shape": (raw.tell() // 4,)}
-    raw.seek(0)
-    with replacing(tokens) as temporary, temporary.open("wb") as file:
-        np.lib.format.write_array_header_1_0(file, header)
-        while data := raw.read(4 * CHUNK):
-            file.write(classes[np.frombuffer(data, dtype=np.int32)].tobytes())
 
 
 def python_sources() -> Iterator[Path]:

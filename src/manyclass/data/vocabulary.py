@@ -1,7 +1,8 @@
 """The names of the classes."""
 
+from collections import defaultdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -35,6 +36,13 @@ class Vocabulary(NamedTuple):
             except pl.exceptions.PolarsError as error:
                 raise ValueError(f"{file}: not a vocabulary: {str(error).splitlines()[0]}") from None
         return cls(frame["name"].to_list(), frame["count"].to_numpy().astype(np.int64))
+
+
+def numbering() -> defaultdict[Any, int]:
+    """A dictionary that gives every new name the next number, from 0."""
+    numbers: defaultdict[Any, int] = defaultdict()
+    numbers.default_factory = numbers.__len__
+    return numbers
 
 
 def ranking(counts: np.ndarray, min_count: int) -> np.ndarray:

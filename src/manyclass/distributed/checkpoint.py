@@ -80,7 +80,7 @@ def load(folder: Path, head: Any, part: tuple[int, int]) -> tuple[dict[str, Tens
             number, name, field = key.removeprefix(OPTIMIZERS).split("/")
             optimizers[int(number)].setdefault(name, {})[field] = value
     states = [_unpacked(found[key]) for key in sorted(found) if key.startswith(STATE)]
-    rest = {**common, "optimizers": optimizers, "shard": None, "random": None}
+    rest = {**common, "optimizers": optimizers, "random": None}
     if same:
         rest |= _unpacked(found[f"{RANK}{part[0]}"])
         rest["state"] = states[0]

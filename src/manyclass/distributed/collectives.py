@@ -61,7 +61,7 @@ def gathered_rows(parts: list[Tensor], group: dist.ProcessGroup, what: str) -> t
 
     Ranks may have different numbers of rows, or none.
     """
-    rows = gathered(torch.tensor(len(parts[0])), group, f"the number of {what}").tolist()
+    rows = gathered(torch.tensor(len(parts[0]), device=parts[0].device), group, f"the number of {what}").tolist()
     own, most = len(parts[0]), max(rows)
 
     def all_of(part: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ class ShardedSampledSoftmax(SampledSoftmax):
     @torch.no_grad()
     def _initialise(self) -> None:
         """Draw the class weights, the same for any number of ranks; torch's generators stay in step on all ranks."""
-        seed = torch.randint(1 << 60, ())
+        seed = torch.randint(1 << 60, ()).to(self.weight.device)
         for group in (self._replicas.group, self.group):
             if group is not None:
                 seed = collectives.gathered(seed, group, "a random seed")[0]
@@ -106,7 +106,7 @@ class ShardedSampledSoftmax(SampledSoftmax):
         """Log probability of every class of all ranks, shape ``(*batch, num_classes)``."""
         query = self._check_input(input)
         with full_precision(query):
-            everyone, rows = self._gather(query.flatten(0, -2))
+            everyone, rows = self._gather(query.reshape(-1, self.in_features))
             outputs = stratum.outputs(everyone, *self._tables(), self.prediction, self._replicas)
             width = math.ceil(self.num_classes / self.world)
             padded = torch.nn.functional.pad(outputs, (0, width - outputs.shape[1]))
@@ -122,7 +122,7 @@ class ShardedSampledSoftmax(SampledSoftmax):
             raise ValueError(f"k must be at most num_classes = {self.num_classes}, got {k}")
         query = self._check_input(input)
         with full_precision(query):
-            everyone, rows = self._gather(query.flatten(0, -2))
+            everyone, rows = self._gather(query.reshape(-1, self.in_features))
             local = min(k, self.last - self.first)
             values, ids = functional.topk(everyone, self.weight, local, self.bias, prediction=self.prediction)
             log_z = functional.log_partition(everyone, self.weight, self.bias, prediction=self.prediction)
@@ -191,7 +191,7 @@ class ShardedSampledSoftmax(SampledSoftmax):
         target = torch.where((target >= 0) & (target < self.last - self.first), target, -1)
         self._examples = len(everyone)
         if self._replicas.group is not None:
-            total = torch.tensor(self._examples)
+            total = target.new_tensor(self._examples)
             self._examples = int(collectives.summed(total, self._replicas.group, "the number of examples"))
         return everyone, rows, target, None if context is None else numbers[:, 1]
 
@@ -247,7 +247,7 @@ class ShardedSampledSoftmax(SampledSoftmax):
     def diagnostics(self) -> Diagnostics:
         """As `SampledSoftmax.diagnostics`, for the examples and negatives of all ranks: all have to call it."""
         found = super().diagnostics()
-        number = collectives.summed(torch.tensor(found.num_samples), self.group, "the number of negatives")
+        number = collectives.summed(self._number(found.num_samples), self.group, "the number of negatives")
         return found._replace(num_samples=int(number))
 
     def _estimate(self) -> Estimate:
@@ -274,9 +274,12 @@ class ShardedSampledSoftmax(SampledSoftmax):
     def _adapt(self, target_bias: float) -> None:
         """Shards may differ in the size of their blocks, and so in what they would take: the first one's counts."""
         super()._adapt(target_bias)
-        number = collectives.gathered(torch.tensor(self.num_samples), self.group, "the number of negatives")[0]
+        number = collectives.gathered(self._number(self.num_samples), self.group, "the number of negatives")[0]
         self.num_samples = max(self.world, int(number))
         self.adapted_samples.fill_(self.num_samples)
+
+    def _number(self, value: int) -> Tensor:
+        return torch.tensor(value, device=self.weight.device)
 
     def _touch(self, rows: Tensor) -> None:
         if self._touched is not None:

@@ -89,6 +89,8 @@ class Transformer(nn.Module):
         users: Tensor,  # shape: (batch, user_features)
     ) -> Tensor:
         """Hidden states ``(batch, history, features)``."""
+        if not len(items):  # torch's attention needs a row; its gradient is zero
+            return self(items.new_zeros(1, items.shape[1]), users.new_zeros(1, users.shape[1]))[:0]
         length = items.shape[1]
         hidden = _look_up(self.embedding, items) + self.position[-length:]
         if self.users is not None:

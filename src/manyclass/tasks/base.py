@@ -118,7 +118,7 @@ def tensor(array: np.ndarray) -> Tensor:
     return torch.from_numpy(np.asarray(array, dtype=np.int64))
 
 
-def every(rows: np.ndarray, limit: int | None) -> np.ndarray:
+def every(rows: Any, limit: int | None) -> Any:
     """At most ``limit`` of the rows, at even distances."""
     if limit is None or limit >= len(rows):
         return rows

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..data import Vocabulary
 from ..data.files import Advance
-from ..data.labelled import Labelled, read_labelled
+from ..data.labelled import read_labelled
 from ..data.ragged import Ragged
 from ..models import BagOfFeatures
 from ..settings import ClassifySettings
@@ -37,7 +37,7 @@ class _Part:
         sizes = self.features.offsets[rows + 1] - starts
         offsets = np.cumsum(sizes) - sizes
         places = np.repeat(starts - offsets, sizes) + np.arange(sizes.sum())
-        labels = self.labels.padded(rows, int(self.label_count[rows].max()), IGNORE)
+        labels = self.labels.padded(rows, int(self.label_count[rows].max(initial=1)), IGNORE)
         values = torch.from_numpy(self.values[places])
         inputs = tensor(self.features.values[places]), tensor(offsets), _unit(values, tensor(sizes))
         return Batch(inputs, tensor(labels).unsqueeze(1))
@@ -66,13 +66,12 @@ class Classify(Task[ClassifySettings]):
     @staticmethod
     def prepare(settings: ClassifySettings, folder: Path, advance: Advance) -> Vocabulary:
         """Number the labels; see `Task.prepare`."""
-        train = read_labelled(settings.data, min_count=settings.min_count, advance=advance)
-        _save(train, folder, "train")
+        train = read_labelled(settings.data, folder, "train", min_count=settings.min_count, advance=advance)
+        vocabulary, num_features = train.vocabulary, train.num_features
         if settings.heldout is not None:
-            heldout = read_labelled(settings.heldout, train.vocabulary, train.num_features, advance=advance)
-            _save(heldout, folder, "heldout")
-        write_facts(folder, num_features=train.num_features)
-        return train.vocabulary
+            read_labelled(settings.heldout, folder, "heldout", vocabulary, num_features, advance=advance)
+        write_facts(folder, num_features=num_features)
+        return vocabulary
 
     def trunk(self) -> nn.Module:
         """A bag of features."""
@@ -112,9 +111,3 @@ def _unit(values: Tensor, sizes: Tensor) -> Tensor:
     document = torch.arange(len(sizes)).repeat_interleave(sizes)
     norm = values.new_zeros(len(sizes)).index_add(0, document, values.square()).sqrt().clamp(min=1e-12)
     return values / norm[document]
-
-
-def _save(documents: Labelled, folder: Path, name: str) -> None:
-    documents.labels.save(folder, f"{name}.labels")
-    documents.features.save(folder, f"{name}.features")
-    np.save(folder / f"{name}.values.npy", documents.values)

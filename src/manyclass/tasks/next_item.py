@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..data import Vocabulary
 from ..data.files import Advance
-from ..data.interactions import Interactions, encode_interactions, read_interactions
+from ..data.interactions import encode_interactions, read_interactions
 from ..data.ragged import Ragged
 from ..models import FeedForward, Transformer
 from ..settings import NextItemSettings
@@ -21,39 +21,64 @@ HISTORY = {"transformer": 50, "feed-forward": 3}
 SHORTEST_HELDOUT = 3
 
 
-class _Part:
-    """Sequences, and where in them targets are.
+class _Positions:
+    """Places in sequences in rising order, so many for each user, computed when asked for; memory: ``O(users)``.
 
     Args:
-        folder: where the arrays lie.
-        name: of the part.
+        last: the last place of each user, shape ``(users,)``.
+        counts: how many places each user has, shape ``(users,)``.
+        step: from one place of a user to the next.
+    """
+
+    def __init__(self, last: np.ndarray, counts: np.ndarray, step: int = 1) -> None:
+        self._last, self._ends, self._step = last, np.cumsum(counts), step
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, which: np.ndarray | slice) -> np.ndarray:
+        if isinstance(which, slice):
+            which = np.arange(*which.indices(len(self)))
+        user = np.searchsorted(self._ends, which, side="right")
+        return self._last[user] - (self._ends[user] - 1 - which) * self._step
+
+
+class _Part:
+    """Sequences, and where in them targets are; memory: some 70 bytes per user.
+
+    Args:
+        sequences: a row of items for each user.
+        users: their features, shape ``(users, columns)``.
         without_last: whether the last items of users are held out.
     """
 
-    def __init__(self, folder: Path, name: str, without_last: bool) -> None:
-        sequences = Ragged.load(folder, name)
-        self.items, self.users = sequences.values, np.load(folder / f"{name}.users.npy", mmap_mode="r")
-        starts, ends = sequences.offsets[:-1], sequences.offsets[1:]
-        self.row = np.repeat(np.arange(len(starts)), ends - starts)
-        self.start = starts[self.row]
-        last = (ends - starts >= SHORTEST_HELDOUT) & without_last
-        self.last = ends[last] - 1
-        self.end = (ends - last)[self.row]
-        positions = np.arange(len(self.items))
-        self.targets = positions[(positions > self.start) & (positions < self.end)]
+    def __init__(self, sequences: Ragged, users: np.ndarray, without_last: bool) -> None:
+        self.items, self.users, self.offsets = sequences.values, users, np.array(sequences.offsets)
+        lengths = np.diff(self.offsets)
+        held = (lengths >= SHORTEST_HELDOUT) & without_last
+        self.last = _Positions(self.offsets[1:] - 1, held)
+        self._ends, self._counts = self.offsets[1:] - held, np.maximum(lengths - held - 1, 0)
+        self.targets = self.windows(1)
 
-    def windows(self, history: int) -> np.ndarray:
+    @classmethod
+    def load(cls, folder: Path, name: str, without_last: bool) -> "_Part":
+        """The part ``name`` of the arrays in ``folder``, mapped into memory."""
+        users = np.load(folder / f"{name}.users.npy", mmap_mode="r")
+        return cls(Ragged.load(folder, name), users, without_last)
+
+    def windows(self, history: int) -> _Positions:
         """Positions of targets such that windows of ``history`` that end there hold each target once."""
-        return self.targets[(self.end[self.targets] - 1 - self.targets) % history == 0]
+        return _Positions(self._ends - 1, -(-self._counts // history), history)
 
     def batch(self, last: np.ndarray, history: int, targets: int) -> Batch:
         """The ``history`` items before the positions ``last``, whose last ``targets`` places have a target."""
+        row = np.searchsorted(self.offsets, last, side="right") - 1
         places = last[:, None] + np.arange(-history, 0)
-        start = self.start[last][:, None]
+        start = self.offsets[row][:, None]
         items = np.where(places >= start, self.items[places.clip(0)], -1)
         following = places[:, -targets:]
         target = np.where(following >= start, self.items[following + 1], IGNORE)
-        inputs = tensor(items), tensor(self.users[self.row[last]])
+        inputs = tensor(items), tensor(self.users[row])
         return Batch(inputs, tensor(target).unsqueeze(-1), tensor(items[:, -targets:].clip(0)))
 
 
@@ -66,11 +91,11 @@ class NextItem(Task[NextItemSettings]):
         super().__init__(settings, folder, vocabulary)
         self.history = settings.history or HISTORY[settings.model]
         self.feature_names: list[str] = read_facts(folder)["feature_names"]
-        self.train = _Part(folder, "train", without_last=settings.heldout is None)
+        self.train = _Part.load(folder, "train", without_last=settings.heldout is None)
         if settings.heldout is None:
             self.held, self.held_positions = self.train, self.train.last
         else:
-            self.held = _Part(folder, "heldout", without_last=False)
+            self.held = _Part.load(folder, "heldout", without_last=False)
             self.held_positions = self.held.targets
         # The transformer predicts at all places of a window, the network only what comes after it.
         self.each = settings.model == "transformer"
@@ -90,17 +115,14 @@ class NextItem(Task[NextItemSettings]):
             "timestamp": settings.timestamp,
             "features": settings.user_feature or (),
             "user_first": settings.user_first,
+            "advance": advance,
         }
-        train = read_interactions(settings.interactions, min_count=settings.min_count, **options)
-        _save(train, folder, "train")
+        train = read_interactions(settings.interactions, folder, "train", min_count=settings.min_count, **options)
+        vocabulary, feature_names = train.vocabulary, train.feature_names
         if settings.heldout is not None:
-            _save(
-                encode_interactions(settings.heldout, train.vocabulary, train.feature_names, **options),
-                folder,
-                "heldout",
-            )
-        write_facts(folder, feature_names=train.feature_names)
-        return train.vocabulary
+            encode_interactions(settings.heldout, folder, "heldout", vocabulary, feature_names, **options)
+        write_facts(folder, feature_names=feature_names)
+        return vocabulary
 
     def trunk(self) -> nn.Module:
         """The paper's network, or a transformer."""
@@ -150,9 +172,5 @@ class NextItem(Task[NextItemSettings]):
 
     def pairs(self) -> tuple[Tensor, Tensor]:
         """All items that follow another, and these."""
-        return tensor(self.train.items[self.train.targets]), tensor(self.train.items[self.train.targets - 1])
-
-
-def _save(interactions: Interactions, folder: Path, name: str) -> None:
-    interactions.sequences.save(folder, name)
-    np.save(folder / f"{name}.users.npy", interactions.features)
+        places = self.train.targets[:]
+        return tensor(self.train.items[places]), tensor(self.train.items[places - 1])

@@ -1,0 +1,129 @@
+"""Tables as text, ``.csv`` and ``.tsv``: cut at line ends into pieces, which polars reads one by one."""
+
+import csv
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from .columns import Batch, Columns, Record, first_line
+from .files import Advance, bare_suffix, decode_lines, open_bytes
+
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+#: Bytes of a piece, but for a line that is longer.
+PIECE = 1 << 23
+#: Bytes of the longest line; a longer one is that of a quote without an end.
+LONGEST = 1 << 26
+
+
+def read_delimited(file: Path, columns: Columns, advance: Advance) -> Iterator[Batch]:
+    """All columns are strings, so that names stay what the file says; memory: a piece."""
+    separator = SEPARATORS[bare_suffix(file)]
+    quoted = separator == ","
+    quote = '"' if quoted else None
+    options: dict[str, Any] = {"separator": separator, "quote_char": quote, "infer_schema": False}
+    header, names, chosen = b"", [], []
+    for line, rows in _pieces(file, quoted, advance):
+        if not names:
+            end = _header_end(rows, quoted)
+            header, rows = rows[:end], rows[end:]
+            if not header.strip(b"\r\n"):  # nothing but blank lines so far
+                continue
+            names = _names(file, header, line, options)
+            chosen = columns.present(file, names)
+            line += header.count(b"\n")
+        if rows:
+            yield _read(_Piece(file, rows, line, separator, names), header, chosen, options)
+    if not names:
+        raise ValueError(f"{file}: the file is empty")
+
+
+class _Piece:
+    """Rows as they are in the file; ``line`` is the number of the first."""
+
+    def __init__(self, file: Path, rows: bytes, line: int, separator: str, names: list[str]):
+        self.file, self.rows, self.line, self.separator, self.names = file, rows, line, separator, names
+
+    def records(self) -> Iterator[tuple[str, Record]]:
+        """See `Batch.records`."""
+        lines = (text for _, text in decode_lines(self.file, io.BytesIO(self.rows), self.line))
+        if self.separator == ",":
+            reader = csv.reader(lines, strict=True)
+        else:
+            reader = csv.reader(lines, delimiter=self.separator, quoting=csv.QUOTE_NONE)
+        try:
+            for row in reader:
+                if row and len(row) != len(self.names):
+                    raise csv.Error(f"{len(row)} fields, but the header has {len(self.names)}")
+                if row:
+                    yield f"line {self.line + reader.line_num - 1}", dict(zip(self.names, row, strict=True))
+        except csv.Error as error:
+            raise ValueError(f"{self.file}, line {self.line + reader.line_num - 1}: {error}") from None
+
+    def check(self) -> None:
+        """Raise if a line is broken."""
+        for _ in self.records():
+            pass
+
+
+def _read(piece: _Piece, header: bytes, chosen: list[str], options: dict[str, Any]) -> Batch:
+    last = piece.names[-1]
+    try:
+        frame = pl.read_csv(header + piece.rows, columns=list({*chosen, last}), **options)
+    except pl.exceptions.PolarsError as error:
+        piece.check()
+        raise ValueError(f"{piece.file}, line {piece.line} or after it: {first_line(error)}") from None
+    if frame[last].null_count():  # polars fills short lines up with nulls; the last column shows them
+        piece.check()
+    return Batch(frame.select(chosen), piece.records)
+
+
+def _names(file: Path, header: bytes, line: int, options: dict[str, Any]) -> list[str]:
+    for _ in decode_lines(file, io.BytesIO(header), line):  # polars does not mind what is no text
+        pass
+    try:
+        return pl.read_csv(header, n_rows=0, **options).columns
+    except pl.exceptions.PolarsError as error:
+        raise ValueError(f"{file}, line {line}: {first_line(error)}") from None
+
+
+def _pieces(file: Path, quoted: bool, advance: Advance) -> Iterator[tuple[int, bytes]]:
+    """The bytes of a file in pieces that end where a line does, each with the number of its first line."""
+    rest, line = b"", 1
+    with open_bytes(file, advance) as source:
+        while data := source.read(PIECE):
+            rest += data
+            end = _last_end(rest, quoted)
+            if end:
+                yield line, rest[:end]
+                line += rest.count(b"\n", 0, end)
+                rest = rest[end:]
+            elif len(rest) > LONGEST:
+                raise ValueError(f"{file}, line {line}: no end of the line in {LONGEST >> 20} MB; is a quote missing?")
+    if rest:
+        yield line, rest
+
+
+def _last_end(data: bytes, quoted: bool) -> int:
+    """Where the last whole line of ``data`` ends, or 0; line ends between quotes do not count."""
+    end = data.rfind(b"\n") + 1
+    inside = quoted and data.count(b'"', 0, end) % 2 == 1
+    while end and inside:
+        before = data.rfind(b"\n", 0, end - 1) + 1
+        inside ^= data.count(b'"', before, end) % 2 == 1
+        end = before
+    return end
+
+
+def _header_end(data: bytes, quoted: bool) -> int:
+    """Where the first line that is not blank ends; ``data`` holds whole lines."""
+    end = len(data) - len(data.lstrip(b"\r\n"))
+    quotes = 0
+    while end < len(data):
+        start, end = end, data.find(b"\n", end) + 1 or len(data)
+        quotes += data.count(b'"', start, end)
+        if not quoted or quotes % 2 == 0:
+            break
+    return end
