@@ -1,0 +1,386 @@
+"""Reading tables and sequences of interactions."""
+
+import bz2
+import gzip
+import lzma
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from reading import encoded, interactions, labelled, raises, real, rows, write
+
+from manyclass.data import (
+    Interactions,
+    Vocabulary,
+    delimited,
+    json_lines,
+    parquet,
+    spool,
+)
+
+# ---------------------------------------------------------------- interactions
+
+TABLE = pl.DataFrame(
+    {
+        "user": ["u1", "u2", "u1", "u1", "u2", "u3"],
+        "item": [7, 8, 9, 7, 7, 8],
+        "timestamp": [30, 5, 10, 30, 4, 1],
+        "age": [None, "old", "young", "old", None, None],
+        "town": ["x", "x", "x", "x", "y", None],
+    }
+)
+
+
+def write_table(folder: Path, suffix: str, table: pl.DataFrame = TABLE) -> Path:
+    path = folder / f"table{suffix}"
+    if suffix == ".parquet":
+        table.write_parquet(path)
+    elif suffix == ".csv":
+        table.write_csv(path)
+    elif suffix == ".tsv":
+        table.write_csv(path, separator="\t")
+    elif suffix == ".csv.bz2":
+        write(path, bz2.compress(table.write_csv().encode()))
+    elif suffix == ".jsonl.xz":
+        write(path, lzma.compress(table.write_ndjson().encode()))
+    else:
+        table.write_ndjson(path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".csv.bz2", ".parquet", ".jsonl", ".ndjson", ".jsonl.xz"])
+def test_tables(tmp_path, suffix):
+    path = write_table(tmp_path, suffix)
+    data = interactions(path, features=["age", "town"])
+    assert data.vocabulary.names == ["7", "8", "9"]
+    assert data.vocabulary.counts.tolist() == [3, 2, 1]
+    assert rows(data.sequences) == [[2, 0, 0], [0, 1], [1]]
+    assert data.sequences.values.dtype == np.int32
+    assert data.feature_names == ["<unknown>", "age=old", "age=young", "town=x", "town=y"]
+    assert data.features.tolist() == [[2, 3], [1, 3], [0, 0]]
+    assert data.features.dtype == np.int32
+    assert interactions(path, features=["user"]).features.tolist() == [[1], [2], [3]]
+    common = interactions(path, min_count=2)
+    assert common.vocabulary.names == ["7", "8"]
+    assert rows(common.sequences) == [[0, 0], [0, 1], [1]]
+    assert common.features.shape == (3, 0)
+    # The other way round: items are users. No time: the order of the file.
+    turned = interactions(write_table(tmp_path, suffix, TABLE.drop("timestamp")), user="item", item="user")
+    assert turned.vocabulary.names == ["u1", "u2", "u3"]
+    assert rows(turned.sequences) == [[0, 0, 1], [1, 2], [0]]
+    # Held-out data: item 9 is new, and so is the town.
+    new = TABLE.with_columns(town=pl.lit("z"), age=pl.lit("old"))
+    held_out = encoded(
+        write_table(tmp_path, suffix, new), common.vocabulary, data.feature_names, features=["age", "town"]
+    )
+    assert rows(held_out.sequences) == [[0, 0], [0, 1], [1]]
+    assert held_out.features.tolist() == [[1, 0]] * 3
+    unknown = Vocabulary(["x", "y"], np.ones(2))
+    with raises(f"{path}: none of its items is in the vocabulary"):
+        encoded(path, unknown, [])
+
+
+def test_equal_times_keep_the_order_of_the_file(tmp_path):
+    count = 200
+    table = pl.DataFrame({"user": ["u"] * count, "item": range(count), "timestamp": [i % 3 for i in range(count)]})
+    data = interactions(write_table(tmp_path, ".csv", table))
+    assert data.sequences.row(0).tolist() == sorted(range(count), key=lambda i: i % 3)
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        ["9", "10", "8"],
+        ["9.5", "10", "-1e3"],
+        ["9", "10", "-0.5"],
+        ["1700000000000000001", "1700000000000000002", "1700000000000000000"],  # not the same as doubles
+        ["2020-01-09", "2020-01-10", "2019-12-31"],
+        ["2020-01-09T10:00:00Z", "2020-01-10T01:00:00Z", "2020-01-09T09:00:00Z"],
+        ["2020-01-09 10:00:00", "2020-01-10 01:00:00", "2020-01-09 09:00:00"],
+    ],
+)
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_times(tmp_path, monkeypatch, times, size):
+    shrink(monkeypatch, size)
+    table = pl.DataFrame({"user": ["u"] * 3, "item": ["b", "c", "a"], "timestamp": times})
+    for suffix in (".csv", ".jsonl"):
+        data = interactions(write_table(tmp_path, suffix, table))
+        assert [data.vocabulary.names[index] for index in data.sequences.row(0)] == ["a", "b", "c"]
+    if "-" in times[0]:
+        real_times = table.with_columns(table["timestamp"].str.to_datetime())
+        data = interactions(write_table(tmp_path, ".parquet", real_times))
+        assert [data.vocabulary.names[index] for index in data.sequences.row(0)] == ["a", "b", "c"]
+
+
+def test_names_are_what_the_file_says(tmp_path):
+    path = write(tmp_path / "a.csv", '\ufeffuser,item\r\n007,"a ""b"", c"\r\n\r\n7,1.50\r\n')
+    data = interactions(path)
+    assert data.vocabulary.names == ['a "b", c', "1.50"]
+    assert rows(data.sequences) == [[0], [1]]  # the users are two, and the blank line is none
+    path = write(tmp_path / "a.jsonl", '{"user": 7, "item": 1.50}\n\n{"user": "7", "item": 12345678901234567890}\n')
+    data = interactions(path)
+    assert data.vocabulary.names == ["1.50", "12345678901234567890"]
+    assert rows(data.sequences) == [[0, 1]]
+    path = write(tmp_path / "a.tsv", 'user\titem\nu\t"x\nu\ty"\n')  # quotes are letters in .tsv
+    assert interactions(path).vocabulary.names == ['"x', 'y"']
+
+
+def test_sequences(tmp_path):
+    path = write(tmp_path / "a.txt.gz", gzip.compress(b"u1 b a\n\nu2 b\nu1  c b\n"))
+    data = interactions(path, user_first=True)
+    assert data.vocabulary.names == ["b", "a", "c"]
+    assert rows(data.sequences) == [[0, 1, 2, 0], [0]]  # a user may come back
+    assert data.feature_names == ["<unknown>"]
+    data = interactions(path)
+    assert data.vocabulary.names == ["b", "u1", "a", "u2", "c"]
+    assert rows(data.sequences) == [[1, 0, 2], [3, 0], [1, 4, 0]]
+    held_out = encoded(write(tmp_path / "b.txt", "x\na x b\n"), data.vocabulary, data.feature_names)
+    assert rows(held_out.sequences) == [[], [2, 0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "", ": the file is empty"),
+        ("a.jsonl", "\n", ": the file is empty"),
+        ("a.txt", "\n \n", ": no sequences in the file"),
+        ("a.csv", "user,item\n", ": no rows in the file"),
+        ("a.csv", "user,item\n\n\n", ": no rows in the file"),
+        ("a.csv", "who,item,\n1,2,\n", ": no column 'user'; there are 'who', 'item', ''"),
+        ("a.jsonl", '{"user": 1, "what": 2}\n', ": no column 'item'; there are 'user', 'what'"),
+        ("a.csv", "user,item\n1,2\n1,2,3\n", ", line 3: 3 fields, but the header has 2"),
+        ("a.csv", "user,item,x\n1,2,\n1,2\n", ", line 3: 2 fields, but the header has 3"),
+        ("a.tsv", "user\titem\n1\t2\n\n1\n", ", line 4: 1 fields, but the header has 2"),
+        ("a.csv", 'user,item\n1,2\n"1,2\n1,2\n', ", line 4: unexpected end of data"),
+        ("a.csv", "user,item\n\n1,2\n1,\n", ", line 4: no 'item'"),
+        ("a.csv", "user,item,x\n1,2,3\n,2,3\n", ", line 3: no 'user'"),
+        ("a.csv", 'user,item,x\n1,2,3\n1,"",3\n', ", line 3: no 'item'"),
+        ("a.jsonl", '{"user": 1, "item": 2}\n{"item": 2}\n', ", line 2: no 'user'"),
+        ("a.jsonl", '{"user": 1, "item": 2}\n{"user": 1, "item": null}\n', ", line 2: no 'item'"),
+        ("a.jsonl", '{"user": 1, "item": 2}\n{"user": 1,\n', None),
+        ("a.jsonl", '{"user": 1, "item": 2}\n[1]\n', ", line 2: not a JSON object"),
+        ("a.csv", b"user,item\n1,2\n1,\xff\n", ", line 3: not UTF-8 text"),
+        ("a.jsonl", b'{"user": 1, "item": 2}\n{"user": "\xff"}\n', ", line 2: not UTF-8 text"),
+        ("a.txt", b"1 2\n\xff 3\n", ", line 2: not UTF-8 text"),
+        ("a.csv", "user,item\n1,2\n3,2\n", ": only one item, '2'; at least 2 are needed"),
+        ("a.txt", "a a\n", ": only one item, 'a'; at least 2 are needed"),
+        (
+            "a.csv",
+            "user,item,timestamp\n1,2,3\n1,2,soon\n",
+            ", line 3: timestamp 'soon' is not a number, or a date like the others",
+        ),
+        (
+            "a.csv",
+            "user,item,timestamp\n1,2,2020-01-01\n1,2,2020-01-01\n1,2,7\n",
+            ", line 4: timestamp '7' is not a number, or a date like the others",
+        ),
+        (
+            "a.jsonl",
+            '{"user": 1, "item": 2, "timestamp": 1}\n{"user": 1, "item": 2, "timestamp": NaN}\n',
+            ", line 2: timestamp 'NaN' is not a number, or a date like the others",
+        ),
+        ("a.csv", "user,item,timestamp\n1,2,3\n1,2,\n", ", line 3: no 'timestamp'"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 20, 1 << 20])
+def test_interaction_errors(tmp_path, monkeypatch, name, content, message, size):
+    shrink(monkeypatch, size)
+    path = write(tmp_path / name, content)
+    if message is None:  # the rest of the message is Python's own
+        with pytest.raises(ValueError, match=f"^{re.escape(str(path))}, line 2: not JSON: [^\n]+$"):
+            interactions(path)
+    else:
+        with raises(f"{path}{message}"):
+            interactions(path)
+
+
+def test_more_interaction_errors(tmp_path):
+    path = write_table(tmp_path, ".csv")
+    columns = "'user', 'item', 'timestamp', 'age', 'town'"
+    with raises(f"{path}: no column 'time'; there are {columns}"):
+        interactions(path, timestamp="time")  # only the usual name may be missing
+    with raises(f"{path}: no column 'size'; there are {columns}"):
+        interactions(path, features=["size"])
+    with raises(f"{path}: 1 of 3 items seen min_count=3 times; at least 2 are needed"):
+        interactions(path, min_count=3)
+    with raises("min_count must be at least 1, got 0"):
+        interactions(path, min_count=0)
+    with raises(f"{path}: user_first is for one sequence per line, but this file has columns"):
+        interactions(path, user_first=True)
+    path = write(tmp_path / "a.txt", "u 1 2\nv\n")
+    with raises(f"{path}, line 2: user 'v' has no items"):
+        interactions(path, user_first=True)
+    with raises(f"{path}: features ['age'] need columns, but this file has one sequence per line"):
+        interactions(path, features=["age"])
+    path = write_table(tmp_path, ".parquet", TABLE.with_columns(item=pl.Series([1, 2, None, 3, 4, 5])))
+    with raises(f"{path}, row 3: no 'item'"):
+        interactions(path)
+    with pytest.raises(ValueError, match=r"^[^\n]*a\.parquet: [^\n]+$"):
+        interactions(write(tmp_path / "a.parquet", b"no parquet at all"))
+    with pytest.raises(ValueError, match=r"^[^\n]*a\.jsonl, line 1: not JSON: [^\n]+$"):
+        interactions(write(tmp_path / "a.jsonl", '{"user": ' + "[" * 100_000))
+    path = write_table(tmp_path, ".parquet", TABLE.with_columns(timestamp=pl.Series([[1]] * 6)))
+    with raises(f"{path}: timestamp must be numbers or dates, not List(Int64)"):
+        interactions(path)
+
+
+def test_diginetica(tmp_path):
+    data = interactions(real("diginetica/test.txt.xz"), tmp_path)
+    # The first item of a session is no target.
+    assert len(data.sequences.values) - len(data.sequences) == 60_858
+    assert (np.diff(data.vocabulary.counts) <= 0).all()
+
+
+def test_amazon_beauty(tmp_path):
+    data = interactions(real("amazon-beauty/sequences.txt.xz"), tmp_path, user_first=True)
+    assert (len(data.sequences), len(data.vocabulary.names), len(data.sequences.values)) == (22_363, 12_101, 198_502)
+
+
+# ---------------------------------------------------------------- bounded memory
+
+
+def shrink(monkeypatch, size: int) -> None:
+    """Hold so little at once, wherever a file is read in parts."""
+    monkeypatch.setattr(delimited, "PIECE", size)
+    monkeypatch.setattr(json_lines, "ROWS", size)
+    monkeypatch.setattr(parquet, "ROWS", size)
+    monkeypatch.setattr(spool, "CHUNK", size)
+
+
+def content(data: Interactions) -> tuple:
+    return rows(data.sequences), data.vocabulary.names, data.features.tolist(), data.feature_names
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".csv.bz2", ".parquet", ".jsonl", ".jsonl.xz"])
+def test_borders_of_batches_do_not_matter(tmp_path, monkeypatch, suffix):
+    rng = np.random.default_rng(0)
+    count = 100
+    letters = ["a", "é", "b"] if suffix == ".tsv" else ["a\nb", 'c"', "d,\r\n", '"\n"', "é"]
+    users, items, ages = (np.array([*letters, *"123"])[rng.integers(len(letters) + 3, size=count)] for _ in range(3))
+    table = pl.DataFrame(
+        {
+            "user": users,
+            "item": items,
+            "timestamp": rng.integers(9, size=count),
+            "age": [None if rng.random() < 0.7 else age for age in ages],
+        }
+    )
+    path = write_table(tmp_path, suffix, table)
+    options = {"features": ["age", "user"], "min_count": 14}
+    expected = content(interactions(path, **options))
+    assert len(expected[0]) == len(letters) + 3 > len(expected[1])
+    for size in (1, 7, 50, 1000):
+        shrink(monkeypatch, size)
+        told = []
+        assert content(interactions(path, advance=told.append, **options)) == expected
+        assert sum(told) == path.stat().st_size
+
+
+@pytest.mark.parametrize("user_first", [True, False])
+def test_borders_in_sequences_do_not_matter(tmp_path, monkeypatch, user_first):
+    rng = np.random.default_rng(0)
+    lines = [" ".join(map(str, rng.integers(9, size=rng.integers(2, 12)))) for _ in range(50)]
+    path = write(tmp_path / "a.txt.gz", gzip.compress("\n".join(lines).encode()))
+    expected = content(interactions(path, user_first=user_first, min_count=20))
+    for size in (1, 2, 7, 50):
+        shrink(monkeypatch, size)
+        assert content(interactions(path, user_first=user_first, min_count=20)) == expected
+
+
+def test_borders_in_labelled_documents_do_not_matter(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    lines = []
+    for _ in range(60):
+        labels = ",".join(map(str, rng.integers(9, size=rng.integers(0, 3))))
+        lines.append(" ".join([labels, *(f"{one}:{one / 3}" for one in rng.integers(9, size=rng.integers(0, 4)))]))
+    path = write(tmp_path / "a.txt", "\n".join(lines) + "\n")
+
+    def everything() -> tuple:
+        data = labelled(path, min_count=8)
+        return rows(data.labels), rows(data.features), data.values.tolist(), data.vocabulary.names
+
+    expected = everything()
+    assert 5 < len(expected[0]) < 60
+    for size in (1, 2, 7, 50):
+        shrink(monkeypatch, size)
+        assert everything() == expected
+
+
+def test_columns_that_come_late(tmp_path, monkeypatch):
+    first, second = '{"user": 1, "item": 2}\n', '{"user": 1, "item": 3, "age": 5, "timestamp": 1, "at": 1}\n'
+    for size in (1, 100):
+        shrink(monkeypatch, size)
+        path = write(tmp_path / "a.jsonl", first + second.replace("timestamp", "other"))
+        assert interactions(path, features=["age"]).features.tolist() == [[1]]
+        with raises(f"{path}: no column 'size'; there are 'user', 'item', 'age', 'other', 'at'"):
+            interactions(path, features=["size"])
+        with raises(f"{path}, line 1: no 'age'"):
+            interactions(path, item="age")
+        with raises(f"{path}, line 1: no 'at'"):
+            interactions(path, timestamp="at")
+        with raises(f"{write(path, first + second)}, line 1: no 'timestamp'"):
+            interactions(path)
+
+
+def test_a_quote_without_an_end(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.csv", 'user,item\n1,2\n1,"2\n' + "1,2\n" * 400_000)
+    shrink(monkeypatch, 1 << 16)
+    monkeypatch.setattr(delimited, "LONGEST", 1 << 20)
+    with raises(f"{path}, line 3: no end of the line in 1 MB; is a quote missing?"):
+        interactions(path)
+
+
+def test_blank_lines_before_the_header(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.csv", '\n\r\n"user",item\n1,2\n1,3\n1,2,3\n')
+    for size in (1, 100):
+        shrink(monkeypatch, size)
+        with raises(f"{path}, line 6: 3 fields, but the header has 2"):
+            interactions(path)
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+from manyclass.data import delimited, json_lines, parquet, read_interactions, read_labelled, spool
+
+delimited.PIECE, json_lines.ROWS, parquet.ROWS, spool.CHUNK = 1 << 17, 1 << 12, 1 << 14, 1 << 15
+folder = Path(sys.argv[1])
+
+
+def peak(file):
+    Path("/proc/self/clear_refs").write_text("5")
+    (read_labelled if file.suffix == ".documents" else read_interactions)(file, folder, "x")
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("VmHWM"))
+
+
+for suffix in sys.argv[2:]:
+    peak(folder / f"small{suffix}")  # what is used for the first time, and stays
+    print(suffix, peak(folder / f"small{suffix}"), peak(folder / f"large{suffix}"))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not tell the peak of memory")
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    """Held whole, as once they were, the large files took 10 MB (documents) to 40 MB (json) more than the small."""
+    rng = np.random.default_rng(0)
+    for name, count in (("small", 20_000), ("large", 300_000)):
+        users, items, times = rng.integers((500, 500, 10**9), size=(count, 3)).T
+        table = pl.DataFrame({"user": users, "item": items, "timestamp": times})
+        table.write_csv(tmp_path / f"{name}.csv")
+        table.write_parquet(tmp_path / f"{name}.parquet", row_group_size=10_000)
+        table[: count // 3].write_ndjson(tmp_path / f"{name}.jsonl")
+        items = items.reshape(-1, 20).tolist()
+        write(tmp_path / f"{name}.txt", "".join(f"{' '.join(map(str, row))}\n" for row in items))
+        write(tmp_path / f"{name}.documents", "".join(f"{row[0]} {':1 '.join(map(str, row))}:1\n" for row in items))
+    # In this order: memory that was given back, and is used again, would hide growth.
+    suffixes = [".documents", ".txt", ".jsonl", ".parquet", ".csv"]
+    command = [sys.executable, "-c", MEMORY, str(tmp_path), *suffixes]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    for line in done.stdout.splitlines():
+        suffix, small, large = line.split()
+        assert int(large) - int(small) < 5 * 1024, f"{suffix}: {small} kB for the small file, {large} kB for the large"
+    assert len(done.stdout.splitlines()) == len(suffixes)
