@@ -98,6 +98,27 @@ def check_exact_loss_and_gradients(rank, ranks):
     torch.testing.assert_close(losses, truth[mine])
 
 
+def check_all_targets_of_one_rank_are_ignored(rank, ranks):
+    query, target, sizes = examples(ranks)
+    target[: sizes[0]] = -100
+    begin = sum(sizes[:rank])
+    mine = slice(begin, begin + sizes[rank])
+    if ranks == 2:  # the other has none
+        target[0] = 3
+    loss, query_grad, weight_grad, _ = expected(query, target)
+    for training in (True, False):
+        head = sharded(num_samples=1000 * N, block_size=4).train(training)
+        own = query[mine].clone().requires_grad_()
+        part = head(own, target[mine])
+        part.backward()
+        total = part.detach().clone()
+        dist.all_reduce(total)
+        torch.testing.assert_close(total / ranks, loss)
+        torch.testing.assert_close(own.grad / ranks, query_grad[mine], rtol=1e-4, atol=1e-6)
+        found = head.weight.grad.to_dense()
+        torch.testing.assert_close(found, weight_grad[head.first : head.last], rtol=1e-4, atol=1e-6)
+
+
 def check_nobody_has_examples(rank, ranks):
     for sampler in ("blocks", "uniform", "softmax"):
         for training in (True, False):
@@ -258,6 +279,22 @@ def check_a_mesh_of_data_and_classes(rank, ranks):
         for parameter, grad in zip(head.parameters(), grads, strict=True):
             found = parameter.grad.to_dense()
             torch.testing.assert_close(found, grad[head.first : head.last], rtol=1e-4, atol=1e-6)
+    # With a data parallel trunk over all four: the same weights as one process gets.
+    model = data_parallel(Model(sharded(num_samples=1000 * N, block_size=4, mesh=mesh)))
+    single = Model(fill(SampledSoftmax(D, N, "uniform")).eval())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, single)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(query[mine], target[mine]).backward()
+        single(query, target).backward()
+        norms = [clip_grad_norm_(m.parameters(), 0.5) for m in (model, single)]
+        torch.testing.assert_close(*norms, rtol=1e-4, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+    head = model.module.head
+    torch.testing.assert_close(model.module.trunk.weight, single.trunk.weight, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(head.weight, single.head.weight[head.first : head.last], rtol=1e-4, atol=1e-5)
     # A few draws that differ between replicas: weights and statistics stay the same.
     torch.manual_seed(rank)
     head = sharded(num_samples=16, block_size=4, mesh=mesh)

@@ -218,3 +218,17 @@ def test_scripts_of_the_docs(name, processes, printed, tmp_path):
     )
     assert found.returncode == 0, found.stderr
     assert printed in found.stdout
+
+
+def test_bench_distributed(tmp_path):
+    options = ("--classes", 2000, "--processes", 1, "--processes", 2, "--out", "out")
+    printed = manyclass("bench", "distributed", *options, cwd=tmp_path)
+    assert "on paper: 1e+08 classes" in printed
+    with (tmp_path / "out" / "distributed.csv").open() as file:
+        one, unsharded, two = csv.DictReader(file)
+    assert [row["layer"] for row in (one, unsharded, two)] == ["sharded", "unsharded", "sharded"]
+    assert one["bytes_sent"] == unsharded["bytes_sent"] == "0"
+    # 256 examples each: queries there and gradients back, a target, two terms and two slopes, and two counts.
+    assert int(two["bytes_sent"]) == 256 * (2 * 64 * 4 + 8 + 4 * 4) + 2 * 8
+    assert 2 * int(two["weight_bytes"]) == int(one["weight_bytes"]) == 2000 * 64 * 4
+    assert (tmp_path / "out" / "distributed.png").stat().st_size > 10_000

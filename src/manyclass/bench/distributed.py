@@ -1,5 +1,6 @@
 """A training step of the sharded layer against the number of processes, and a model of it for many machines."""
 
+import math
 import os
 import time
 from datetime import timedelta
@@ -15,11 +16,14 @@ from torch.multiprocessing.spawn import start_processes
 
 from ..head import NUM_SAMPLES, SampledSoftmax
 from ..processes import leave
+from ..samplers.blocks import LOOK_INTO, MIN_GROUP
 from .timing import write_csv
 
 BATCH, FEATURES, POOL = 512, 64, NUM_SAMPLES["batch"]
 ONE = "unsharded"
 REPEATS = 15
+#: Collectives of a step: numbers of examples (twice), queries, targets, log-sum-exps, slopes, gradients of queries.
+COLLECTIVES = 7
 
 
 class Row(NamedTuple):
@@ -81,8 +85,8 @@ def _measure(rank: int, world: int, num_classes: int, folder: str) -> None:
             dist.barrier()
             times[name].append(time.perf_counter() - started)
     for name, layer in layers.items():
-        weight, held = layer.weight, [buffer for buffer in layer.sampler.buffers() if buffer.is_floating_point()]
-        memory = sum(buffer.numel() * buffer.element_size() for buffer in held)
+        weight = layer.weight
+        memory = sum(buffer.numel() * buffer.element_size() for buffer in layer.sampler.buffers())
         traffic = sum(sent) if name == "sharded" else 0
         rows.append((name, world, num_classes, min(times[name][3:]), traffic, weight.numel() * 4, memory))
     if rank == 0:
@@ -129,15 +133,20 @@ class Paper(NamedTuple):
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of the parts of a step, one after the other."""
-        blocks = self.num_classes / self.machines / 16
-        own_pool = self.pool / self.machines
-        scored = self.examples * self.features * 2 * ((8 * blocks) ** 0.5 * 3 + 8 * (blocks / 8) ** 0.5 * 3)
+        """Of the parts of a step, one after the other; the layout of blocks and groups is that of `samplers.Blocks`."""
+        blocks = 2 ** round(math.log2(self.num_classes / self.machines / 16))
+        group = max(MIN_GROUP, 2 ** (round(math.log2(blocks / LOOK_INTO) / 2) - 1))
+        own_pool, row = self.pool / self.machines, self.features * 4
+        # Mean and two directions of each block that an example looks into.
+        looked_into = self.examples * LOOK_INTO * group * 3 * row
+        # Rows of the pool, and of the blocks of the targets: logits, gradient, optimiser, summary.
+        passes = 8 * (own_pool + 16 * self.batch) * row
         return {
-            "network": self.sent_bytes / self.network + 7 * self.latency,
-            "masses of groups and blocks": scored / self.arithmetic,
+            "network": self.sent_bytes / self.network + COLLECTIVES * self.latency,
+            "masses of groups": 2 * self.examples * blocks / group * self.features / self.arithmetic,
+            "looking into groups": looked_into / self.memory,
             "logits of the pool and gradients": 3 * 2 * self.examples * own_pool * self.features / self.arithmetic,
-            "rows of weights, optimiser, summaries": 8 * (own_pool + self.batch) * self.features * 4 * 16 / self.memory,
+            "rows of weights, optimiser, summaries": passes / self.memory,
         }
 
     def describe(self) -> str:
