@@ -19,11 +19,6 @@ from . import collectives, state
 WEIGHTS, OPTIMIZERS, COMMON, RANK, STATE = "weights/", "optimizers/", "common", "rank/", "state/"
 
 
-def exists(folder: Path) -> bool:
-    """Whether a checkpoint's folder was written by several processes."""
-    return (folder / ".metadata").exists()
-
-
 def save(run: Run, step: int, model: Any, optimizers: list[Any], common: dict[str, Any], own: dict[str, Any]) -> None:
     """Write a checkpoint; called by all ranks.
 
@@ -79,7 +74,8 @@ def load(folder: Path, head: Any, part: tuple[int, int]) -> tuple[dict[str, Tens
         if key.startswith(OPTIMIZERS):
             number, name, field = key.removeprefix(OPTIMIZERS).split("/")
             optimizers[int(number)].setdefault(name, {})[field] = value
-    states = [_unpacked(found[key]) for key in sorted(found) if key.startswith(STATE)]
+    ranks = sorted(int(key.removeprefix(STATE)) for key in found if key.startswith(STATE))
+    states = [_unpacked(found[f"{STATE}{rank}"]) for rank in ranks]
     rest = {**common, "optimizers": optimizers, "random": None}
     if same:
         rest |= _unpacked(found[f"{RANK}{part[0]}"])
@@ -118,9 +114,12 @@ def _joined(states: list[Any]) -> Any:
     return tuple(torch.cat(parts, dim=1) for parts in zip(*states, strict=True))
 
 
+def _of_classes(name: str) -> bool:
+    return name in [f"head.{own}" for own in state.NAMES]
+
+
 def _has_rows(name: str, value: Any, rows: int) -> bool:
-    of_classes = name.removeprefix("head.") in state.NAMES and name.startswith("head.")
-    return of_classes and isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
+    return _of_classes(name) and isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
 
 
 def _whole(name: str, value: Tensor, head: Any) -> Tensor:
@@ -131,14 +130,16 @@ def _read(reader: Any, sizes: dict[str, Any], head: Any) -> dict[str, Tensor]:
     """Tensors of a checkpoint; of those that are sharded, the rows that ``head`` has, or all without it."""
     found: dict[str, Tensor] = {}
     for key, size in sizes.items():
-        empty = torch.empty(size.size, dtype=size.properties.dtype)
+        shape, dtype = list(size.size), size.properties.dtype
         name = key.removeprefix(WEIGHTS) if key.startswith(WEIGHTS) else key.split("/")[-2] if "/" in key else key
-        if head is not None and _has_rows(name, empty, head.num_classes):
-            empty = state.as_sharded(empty[head.first : head.last].clone(), head)
-        found[key] = empty
+        if head is not None and _of_classes(name) and shape[:1] == [head.num_classes]:
+            rows = torch.empty(head.last - head.first, *shape[1:], dtype=dtype)
+            found[key] = state.as_sharded(rows, head)
+        else:
+            found[key] = torch.empty(shape, dtype=dtype)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that one process reads alone is no mistake
-        read(found, storage_reader=reader, no_dist=head is None)
+        warnings.simplefilter("ignore")  # each process reads what it needs: there is nothing to agree on
+        read(found, storage_reader=reader, no_dist=True)
     return {key: value.to_local() if hasattr(value, "to_local") else value for key, value in found.items()}  # pyright: ignore
 
 

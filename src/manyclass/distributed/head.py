@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import checks, functional, samplers
 from ..diagnostics import Diagnostics, Estimate, estimate
-from ..head import SampledSoftmax, full_precision
+from ..head import DIAGNOSED, SampledSoftmax, full_precision
 from . import collectives, state, stratum
 from .allocation import SPLITS, allocate, even
 
@@ -254,7 +254,7 @@ class ShardedSampledSoftmax(SampledSoftmax):
         """Strata are drawn independently: their variances add up."""
         positive, negative, log_count = self._last_outputs()
         assert self._last is not None
-        own = self._last[1][:: math.ceil(len(self._last[0]) / len(positive))] >= 0
+        own = self._last[1][:: math.ceil(len(self._last[0]) / DIAGNOSED)] >= 0
         log_count = log_count.clamp(max=stratum.EMPTY)
         rest = (negative - log_count).logsumexp(dim=-1)
         found = torch.stack([rest, torch.where(own, positive, -stratum.EMPTY)])
