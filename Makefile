@@ -21,6 +21,7 @@ bench: .venv/ready
 	$(BIN)/manyclass bench tree
 	$(BIN)/manyclass bench step
 	$(BIN)/manyclass bench bias
+	$(BIN)/manyclass bench distributed
 
 .venv/torch: constraints.txt
 	$(PYTHON) -m venv .venv

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from manyclass import SampledSoftmax, clip_grad_norm_
+from manyclass import SampledSoftmax, clip_grad_norm_, ops
 from manyclass.distributed import ShardedSampledSoftmax, data_parallel
 from manyclass.processes import leave
 
@@ -68,6 +68,7 @@ def expected(query, target, **options):
 
 def check_exact_loss_and_gradients(rank, ranks):
     """In eval mode, and in training with a draw of all classes: the full softmax, exactly, with ignored targets."""
+    native = ops._NATIVE
     query, target, sizes = examples(ranks)
     target[1] = target[-1] = -100
     begin = sum(sizes[:rank])
@@ -76,7 +77,10 @@ def check_exact_loss_and_gradients(rank, ranks):
         for bias in (False, True):
             options = {"prediction": prediction, "bias": bias}
             loss, query_grad, *grads, _ = expected(query, target, **options)
-            for scope in (None, "batch", "example"):
+            kinds = (None, "batch", "example", "batch, reference")
+            for kind in kinds:
+                scope = kind and kind.split(",")[0]
+                ops._NATIVE = native and kind != kinds[-1]
                 for split in ("even", "mass"):
                     drawn = {} if scope is None else {"scope": scope, "block_size": 4}
                     head = sharded(num_samples=1000 * N, split=split, **drawn, **options).train(scope is not None)
@@ -92,6 +96,7 @@ def check_exact_loss_and_gradients(rank, ranks):
                         assert parameter.grad.is_sparse == (scope is not None)
                         found = parameter.grad.to_dense()
                         torch.testing.assert_close(found, grad[head.first : head.last], rtol=1e-4, atol=1e-6)
+    ops._NATIVE = native
     head = sharded(reduction="none").eval()
     losses = head(query[mine], target[mine])
     truth = fill(SampledSoftmax(D, N, "uniform", reduction="none")).eval()(query, target)
@@ -281,20 +286,7 @@ def check_a_mesh_of_data_and_classes(rank, ranks):
             torch.testing.assert_close(found, grad[head.first : head.last], rtol=1e-4, atol=1e-6)
     # With a data parallel trunk over all four: the same weights as one process gets.
     model = data_parallel(Model(sharded(num_samples=1000 * N, block_size=4, mesh=mesh)))
-    single = Model(fill(SampledSoftmax(D, N, "uniform")).eval())
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, single)]
-    for _ in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        model(query[mine], target[mine]).backward()
-        single(query, target).backward()
-        norms = [clip_grad_norm_(m.parameters(), 0.5) for m in (model, single)]
-        torch.testing.assert_close(*norms, rtol=1e-4, atol=1e-6)
-        for optimizer in optimizers:
-            optimizer.step()
-    head = model.module.head
-    torch.testing.assert_close(model.module.trunk.weight, single.trunk.weight, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(head.weight, single.head.weight[head.first : head.last], rtol=1e-4, atol=1e-5)
+    trains_as_one_process(model, query, target, mine)
     # A few draws that differ between replicas: weights and statistics stay the same.
     torch.manual_seed(rank)
     head = sharded(num_samples=16, block_size=4, mesh=mesh)
@@ -324,14 +316,9 @@ class Model(nn.Module):
         return self.head(self.trunk(query), target)
 
 
-def check_data_parallel_training_equals_one_process(rank, ranks):
-    """With a draw of all classes: the same weights after some steps, gradients clipped, as one process has."""
-    query, target, sizes = examples(ranks)
-    begin = sum(sizes[:rank])
-    mine = slice(begin, begin + sizes[rank])
-    head = sharded(num_samples=1000 * N, block_size=4)
-    model = data_parallel(Model(head))
-    single = Model(fill(SampledSoftmax(D, N, "uniform")).eval())
+def trains_as_one_process(model, query, target, mine):
+    """Some steps with clipped gradients, of this rank's examples and of one process with all: the same weights."""
+    single, head = Model(fill(SampledSoftmax(D, N, "uniform")).eval()), model.module.head
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, single)]
     for _ in range(4):
         for optimizer in optimizers:
@@ -345,6 +332,17 @@ def check_data_parallel_training_equals_one_process(rank, ranks):
             optimizer.step()
     torch.testing.assert_close(model.module.trunk.weight, single.trunk.weight, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(head.weight, single.head.weight[head.first : head.last], rtol=1e-4, atol=1e-5)
+    return single
+
+
+def check_data_parallel_training_equals_one_process(rank, ranks):
+    """With a draw of all classes: the same weights after some steps, gradients clipped, as one process has."""
+    query, target, sizes = examples(ranks)
+    begin = sum(sizes[:rank])
+    mine = slice(begin, begin + sizes[rank])
+    head = sharded(num_samples=1000 * N, block_size=4)
+    model = data_parallel(Model(head))
+    single = trains_as_one_process(model, query, target, mine)
     # An unsharded layer: no rank sends its sampler's statistics around, and the weights stay the same.
     torch.manual_seed(rank)
     whole = data_parallel(Model(fill(SampledSoftmax(D, N, num_samples=16, block_size=4))))

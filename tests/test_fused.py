@@ -162,3 +162,28 @@ def test_weights_changed_between_forward_and_backward_do_not_matter():
     with torch.no_grad():
         weight.mul_(2)
     torch.testing.assert_close(torch.autograd.grad(loss, query)[0], expected)
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_examples_without_a_positive_get_a_log_sum_exp(absolute):
+    """What a shard of classes needs for positives that are elsewhere; empty slots do not count."""
+    generator = torch.Generator().manual_seed(0)
+    logits, log_count = torch.randn(3, 7, generator=generator), torch.randn(7, generator=generator)
+    log_count[2] = math.inf
+    positive, target = torch.tensor([0.5, -0.3, 0.0]), torch.tensor([-1, 4, -1])
+    pool = torch.arange(7)
+    outputs = (logits.abs() if absolute else logits) - log_count
+    slopes = logits.clone()
+    losses, positive_slopes = torch.ops.manyclass.pooled_loss_(slopes, positive, log_count, pool, target, absolute)
+    expected = outputs.logsumexp(-1)
+    torch.testing.assert_close(losses[[0, 2]], expected[[0, 2]])
+    signs = logits.sign() if absolute else torch.ones_like(logits)
+    torch.testing.assert_close(slopes[[0, 2]], (outputs.softmax(-1) * signs)[[0, 2]])
+    own = positive[1].abs() if absolute else positive[1]
+    others = outputs[1].masked_fill(pool == 4, -math.inf)
+    torch.testing.assert_close(losses[1], torch.logaddexp(others.logsumexp(-1), own) - own)
+    nothing = torch.full((7,), math.inf)
+    losses, _ = torch.ops.manyclass.pooled_loss_(slopes, positive, nothing, pool, target.new_full((3,), -1), absolute)
+    assert (losses == -1e30).all()
+    assert (slopes == 0).all()
+    assert positive_slopes[1] != 0

@@ -22,8 +22,8 @@ from .timing import write_csv
 BATCH, FEATURES, POOL = 512, 64, NUM_SAMPLES["batch"]
 ONE = "unsharded"
 REPEATS = 15
-#: Collectives of a step: numbers of examples (twice), queries, targets, log-sum-exps, slopes, gradients of queries.
-COLLECTIVES = 7
+#: Collectives of a step: numbers of examples, queries, targets, log-sum-exps, slopes, gradients of queries.
+COLLECTIVES = 6
 
 
 class Row(NamedTuple):

@@ -106,7 +106,7 @@ class ShardedSampledSoftmax(SampledSoftmax):
         """Log probability of every class of all ranks, shape ``(*batch, num_classes)``."""
         query = self._check_input(input)
         with full_precision(query):
-            everyone, rows = self._gather(query.reshape(-1, self.in_features))
+            everyone, rows, _ = self._gather(query.reshape(-1, self.in_features))
             outputs = stratum.outputs(everyone, *self._tables(), self.prediction, self._replicas)
             width = math.ceil(self.num_classes / self.world)
             padded = torch.nn.functional.pad(outputs, (0, width - outputs.shape[1]))
@@ -122,7 +122,7 @@ class ShardedSampledSoftmax(SampledSoftmax):
             raise ValueError(f"k must be at most num_classes = {self.num_classes}, got {k}")
         query = self._check_input(input)
         with full_precision(query):
-            everyone, rows = self._gather(query.reshape(-1, self.in_features))
+            everyone, rows, _ = self._gather(query.reshape(-1, self.in_features))
             local = min(k, self.last - self.first)
             values, ids = functional.topk(everyone, self.weight, local, self.bias, prediction=self.prediction)
             log_z = functional.log_partition(everyone, self.weight, self.bias, prediction=self.prediction)
@@ -174,19 +174,18 @@ class ShardedSampledSoftmax(SampledSoftmax):
             return losses.sum() * (self.mesh.size() / max(1, self._examples))
         return super()._reduce(losses)
 
-    def _gather(self, query: Tensor) -> tuple[Tensor, list[int]]:
-        """The queries of all ranks, ``(all examples, in_features)``, and how many each rank has."""
+    def _gather(self, query: Tensor, *others: Tensor) -> tuple[Tensor, list[int], list[Tensor]]:
+        """The queries of all ranks, ``(all examples, in_features)``, how many each has, and what comes with them."""
         self._check_parallel()
-        (everyone,), rows = collectives.gathered_rows([query.detach()], self.group, "queries")
-        return collectives.with_gradient(query, everyone, rows, self.group), rows
+        (everyone, *found), rows = collectives.gathered_rows([query.detach(), *others], self.group, "examples")
+        return collectives.with_gradient(query, everyone, rows, self.group), rows, found
 
     def _gather_examples(
         self, query: Tensor, target: Tensor, context: Tensor | None
     ) -> tuple[Tensor, list[int], Tensor, Tensor | None]:
         """The queries, how many each rank has, targets counted from this rank's first class or −1, and contexts."""
-        everyone, rows = self._gather(query)
         numbers = target.unsqueeze(-1) if context is None else torch.stack([target, context], dim=-1)
-        (numbers,), _ = collectives.gathered_rows([numbers], self.group, "targets")
+        everyone, rows, (numbers,) = self._gather(query, numbers)
         target = numbers[:, 0] - self.first
         target = torch.where((target >= 0) & (target < self.last - self.first), target, -1)
         self._examples = len(everyone)
