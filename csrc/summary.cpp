@@ -43,14 +43,18 @@ void cholesky(double* matrix, int64_t size) {
 }
 
 // mean: (num_blocks, columns)   directions: (num_blocks, rank, columns)   spread: (num_blocks,): written for `blocks`
+// farthest, reach: (num_blocks,): the class with the longest row, and the square of its length: written, too
 // weight: (num_classes, width)   bias: (num_classes,) or (0,), then columns = width + 1   order: (num_classes,)
 // Directions come from `iterations` of subspace iteration that starts at the old ones.
-void summarise_(const Tensor& mean, const Tensor& directions, const Tensor& spread, const Tensor& weight,
-                const Tensor& bias, const Tensor& order, const Tensor& blocks, int64_t iterations) {
+void summarise_(const Tensor& mean, const Tensor& directions, const Tensor& spread, const Tensor& farthest,
+                const Tensor& reach, const Tensor& weight, const Tensor& bias, const Tensor& order,
+                const Tensor& blocks, int64_t iterations) {
   const char* op = "summarise_";
   check(mean, ScalarType::Float, 2, op, "mean");
   check(directions, ScalarType::Float, 3, op, "directions");
   check(spread, ScalarType::Float, 1, op, "spread");
+  check(farthest, ScalarType::Long, 1, op, "farthest");
+  check(reach, ScalarType::Float, 1, op, "reach");
   check(weight, ScalarType::Float, 2, op, "weight");
   check(bias, ScalarType::Float, 1, op, "bias");
   check(order, ScalarType::Long, 1, op, "order");
@@ -59,8 +63,9 @@ void summarise_(const Tensor& mean, const Tensor& directions, const Tensor& spre
   const int64_t rank = directions.size(1);
   const bool offsets = bias.numel() > 0;
   STD_TORCH_CHECK(columns == width + offsets && (!offsets || bias.numel() == classes), op, ": mean must fit the weights");
-  STD_TORCH_CHECK(directions.size(0) == all && directions.size(2) == columns && spread.numel() == all, op,
-                  ": mean, directions and spread differ");
+  STD_TORCH_CHECK(directions.size(0) == all && directions.size(2) == columns && spread.numel() == all &&
+                      farthest.numel() == all && reach.numel() == all,
+                  op, ": mean, directions, spread, farthest and reach differ");
   STD_TORCH_CHECK(order.numel() == classes && all <= classes, op, ": order must name every class once");
   const auto* order_data = order.const_data_ptr<int64_t>();
   const auto* block_data = blocks.const_data_ptr<int64_t>();
@@ -73,6 +78,8 @@ void summarise_(const Tensor& mean, const Tensor& directions, const Tensor& spre
   auto* mean_data = mean.mutable_data_ptr<float>();
   auto* direction_data = directions.mutable_data_ptr<float>();
   auto* spread_data = spread.mutable_data_ptr<float>();
+  auto* farthest_data = farthest.mutable_data_ptr<int64_t>();
+  auto* reach_data = reach.mutable_data_ptr<float>();
   const int64_t largest = (classes + all - 1) / all;
 
   std::atomic<bool> sound{true};  // exceptions must not leave a thread
@@ -88,11 +95,17 @@ void summarise_(const Tensor& mean, const Tensor& directions, const Tensor& spre
         sound = false;
         continue;
       }
+      reach_data[block] = -1;
       for (int64_t j = 0; j < size; ++j) {
         const int64_t id = order_data[first + j];
         if (j + 4 < size) __builtin_prefetch(weight_data + order_data[first + j + 4] * width);
         std::copy(weight_data + id * width, weight_data + (id + 1) * width, members.data() + j * columns);
         if (offsets) members[j * columns + width] = bias_data[id];
+        const float length = inner(members.data() + j * columns, members.data() + j * columns, columns);
+        if (length > reach_data[block]) {
+          reach_data[block] = length;
+          farthest_data[block] = id;
+        }
       }
       float* centre = mean_data + block * columns;
       combine_at(members.data(), rows.data(), ones.data(), size, columns, centre);
@@ -153,8 +166,8 @@ void summarise_(const Tensor& mean, const Tensor& directions, const Tensor& spre
 
 STABLE_TORCH_LIBRARY_FRAGMENT(manyclass, library) {
   library.def(
-      "summarise_(Tensor(a!) mean, Tensor(b!) directions, Tensor(c!) spread, Tensor weight, Tensor bias, Tensor order, "
-      "Tensor blocks, int iterations) -> ()");
+      "summarise_(Tensor(a!) mean, Tensor(b!) directions, Tensor(c!) spread, Tensor(d!) farthest, Tensor(e!) reach, "
+      "Tensor weight, Tensor bias, Tensor order, Tensor blocks, int iterations) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(manyclass, CPU, library) { library.impl("summarise_", TORCH_BOX(&summarise_)); }

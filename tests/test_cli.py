@@ -116,7 +116,7 @@ def test_bench_bias(tmp_path, monkeypatch):
     bias.run(tmp_path, console, [text], steps=2, seed=0)
     with (tmp_path / "bias.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len({row["sampler"] for row in rows}) == 8
+    assert len({row["sampler"] for row in rows}) == 9
     assert {row["prediction"] for row in rows} == {"softmax", "absolute"}
     # 300 classes, hardly trained: nobody is far off, and a pool of all classes has no bias at all.
     assert all(-0.5 < float(row["bias"]) < 0.1 for row in rows)

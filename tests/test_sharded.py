@@ -27,6 +27,7 @@ def test_on_all_ranks(check, ranks, outcomes):
     assert names.index(check.__name__) < min(failed, default=len(names)), f"not run: {names[min(failed)]} failed before"
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # so it is meant
 @pytest.mark.parametrize("saved", [4, 2])
 def test_a_checkpoint_of_all_ranks_on_one(saved, outcomes):
     """Without a process group, into the unsharded layer: the same predictions."""

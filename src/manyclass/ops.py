@@ -92,7 +92,7 @@ if _NATIVE:
         return classes.new_empty(rows), query.new_empty(rows, query.shape[1]), query.new_empty(rows, 1)
 
     @torch.library.register_fake("manyclass::summarise_")
-    def _(mean, directions, spread, weight, bias, order, blocks, iterations):
+    def _(mean, directions, spread, farthest, reach, weight, bias, order, blocks, iterations):
         return None
 
     @torch.library.register_fake("manyclass::tree_draw")

@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 #: How long others wait for the first process to read the data.
 READING = timedelta(days=7)
@@ -87,8 +89,18 @@ def join(timeout: float) -> Processes:
     """Meet the other processes, if torchrun started some; one that does not answer for ``timeout`` seconds is lost."""
     if not launched():
         return Processes()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-    return Processes(dist.get_rank(), dist.get_world_size())
+    patience = timedelta(seconds=timeout)
+    try:
+        store, rank, world = next(rendezvous("env://", timeout=patience))
+        # After a restart torchrun's store still has the addresses of the processes that are gone.
+        store = PrefixStore(f"manyclass/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
+    except RuntimeError as error:
+        from .distributed.collectives import LostContactError
+
+        reason = str(error).strip().splitlines()[0]
+        raise LostContactError(f"the other processes cannot be reached within {timeout:g} seconds: {reason}") from error
+    return Processes(rank, world)
 
 
 def leave(code: int) -> NoReturn:

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import checks, functional, ops
 from . import systematic
 from .base import SCOPES, Draw, Incremental
+from .moments import moments
 from .partition import bisect
 
 # Groups of blocks that an example looks into; of the others it knows only the group's mass.
@@ -29,10 +30,11 @@ class Blocks(Incremental):
     """Draws whole blocks of classes, without replacement, by the mass that a block's first two cumulants predict.
 
     A block C of classes with mean μ, scaled principal directions f_1 … f_r and isotropic rest σ² has about the mass
-    ``ln|C| + ⟨μ, h⟩ + ½(Σ⟨f_r, h⟩² + σ²‖h‖²)``. Neighbouring blocks form groups with a mean and an isotropic spread: an
-    example estimates all groups, looks into the blocks of the best few, and takes the blocks of each other group as
-    equal. Blocks enter the sample with probability π(C) = min(1, c·mass(C)), by systematic sampling; all classes of a
-    drawn block are negatives with ``log_count = ln π(C)``. Estimates may be stale or rough: π is what was drawn from.
+    ``ln|C| + ⟨μ, h⟩ + ½(Σ⟨f_r, h⟩² + σ²‖h‖²)``. Neighbouring blocks form groups with a mean, an isotropic spread and
+    their longest row: an example estimates all groups, looks into the blocks of the best few, and takes the blocks of
+    each other group as equal. Blocks enter the sample with probability π(C) = min(1, c·mass(C)), by systematic
+    sampling; all classes of a drawn block are negatives with ``log_count = ln π(C)``. Estimates may be stale or rough:
+    π is what was drawn from.
 
     Args:
         num_classes: n.
@@ -60,6 +62,9 @@ class Blocks(Incremental):
     power: Tensor
     group_mean: Tensor
     group_spread: Tensor
+    farthest: Tensor
+    reach: Tensor
+    group_outlier: Tensor
     updates: Tensor
     log_size: Tensor
     weight: Tensor
@@ -80,6 +85,8 @@ class Blocks(Incremental):
         checks.positive_int("block_size", block_size)
         self.scope = checks.one_of("scope", scope, SCOPES)
         self.ending = checks.one_of("ending", ending, ENDINGS)
+        # Blocks are drawn without replacement, but the count of a single class does not tell its block's probability.
+        self.distinct = ending == "block"
         if (scope, ending) == ("batch", "class"):
             raise ValueError("ending='class' needs scope='example': which class of a block it is depends on the query")
         self.prediction = checks.one_of("prediction", prediction, functional.PREDICTIONS)
@@ -100,6 +107,10 @@ class Blocks(Incremental):
         self.register_buffer("power", torch.zeros(self.blocks))  # mean square of the entries of a block's rows
         self.register_buffer("group_mean", torch.zeros(self.groups, self.columns))
         self.register_buffer("group_spread", torch.zeros(self.groups))
+        # The class with the longest row of each block, the square of its length, and the longest row of each group.
+        self.register_buffer("farthest", torch.zeros(self.blocks, dtype=torch.long))
+        self.register_buffer("reach", torch.zeros(self.blocks))
+        self.register_buffer("group_outlier", torch.zeros(self.groups, self.columns))
         self.register_buffer("updates", torch.zeros((), dtype=torch.long))
         sizes = self._border(torch.arange(self.blocks + 1)).diff()
         self.register_buffer("log_size", sizes.to(self.mean.dtype).log(), persistent=False)
@@ -111,11 +122,6 @@ class Blocks(Incremental):
     def unit(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """A block's classes are drawn together, unless one stands for all."""
         return self.block_size if self.ending == "block" else 1
-
-    @property
-    def distinct(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Blocks are drawn without replacement; the count of a single class does not tell its block's probability."""
-        return self.ending == "block"
 
     def update(self, weight: Tensor, rows: Tensor | None = None, *, bias: Tensor | None = None) -> None:
         """Follow the class weights: the summaries of the blocks of ``rows``, or of all; now and then, new blocks."""
@@ -136,7 +142,7 @@ class Blocks(Incremental):
             blocks = self.block_of[checks.indices("rows", rows, self.num_classes)].unique()
             iterations = 1
         self._summarise(weight.detach(), bias, blocks, iterations)
-        self._summarise_groups(blocks)
+        self._summarise_groups(weight.detach(), bias, blocks)
 
     def _deal(self, order: Tensor) -> None:
         """Put classes into blocks: those at consecutive positions of ``order``."""
@@ -150,36 +156,22 @@ class Blocks(Incremental):
         if ops.native_for(weight, self.mean):
             offsets = weight.new_empty(0) if bias is None else bias.detach().contiguous()
             members = (weight.contiguous(), offsets, self.order, blocks.contiguous())
-            torch.ops.manyclass.summarise_(*self._summaries(), *members, iterations)
+            torch.ops.manyclass.summarise_(*self._summaries(), self.farthest, self.reach, *members, iterations)
             return
         for part in blocks.split(max(1, functional.MAX_LOGITS // (self.block_size * self.columns))):
             self._summarise_reference(weight, bias, part, iterations)
 
     def _summarise_reference(self, weight: Tensor, bias: Tensor | None, blocks: Tensor, iterations: int) -> None:
         classes, inside = self._members(blocks)
-        size = inside.sum(dim=-1)
         members = _rows(weight, bias, classes).to(self.mean.dtype) * inside.unsqueeze(-1)
-        mean = members.sum(dim=1) / size.unsqueeze(-1)
-        members = (members - mean.unsqueeze(1)) * (inside / size.sqrt().unsqueeze(-1)).unsqueeze(-1)
-        self.mean[blocks] = mean
-        variance = members.square().sum(dim=(1, 2))
-        if self.rank:
-            start = self.directions[blocks]
-            # Blocks that have no directions yet start from their own members.
-            fresh = F.pad(members, (0, 0, 0, max(0, self.rank - members.shape[1])))[:, : self.rank]
-            basis = torch.where(start.square().sum(dim=(1, 2), keepdim=True) > 0, start, fresh).mT
-            for _ in range(iterations):
-                basis = _orthonormal(members.mT @ (members @ basis))
-            inner = members @ basis
-            covariance = inner.mT @ inner
-            jitter = 1e-6 * covariance.diagonal(dim1=-2, dim2=-1).sum(-1) + 1e-20
-            scale = torch.linalg.cholesky(covariance + jitter[:, None, None] * torch.eye(self.rank).to(covariance))
-            self.directions[blocks] = (basis @ scale).mT
-            variance = variance - covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
-        self.spread[blocks] = variance.clamp(min=0) / self.columns
+        self.reach[blocks], longest = members.square().sum(dim=-1).masked_fill(~inside, -1.0).max(dim=-1)
+        self.farthest[blocks] = classes.gather(1, longest.unsqueeze(-1)).squeeze(-1)
+        found = moments(members, inside, self.directions[blocks], iterations)
+        for own, new in zip(self._summaries(), found, strict=True):
+            own[blocks] = new
 
-    def _summarise_groups(self, blocks: Tensor) -> None:
-        """Mean and isotropic spread of the groups of ``blocks``, from the summaries of their blocks."""
+    def _summarise_groups(self, weight: Tensor, bias: Tensor | None, blocks: Tensor) -> None:
+        """Mean, isotropic spread and longest row of the groups of ``blocks``, from the summaries of their blocks."""
         square = self.mean[blocks].square().sum(dim=-1) + self.directions[blocks].square().sum(dim=(-2, -1))
         self.power[blocks] = square / self.columns + self.spread[blocks]
         groups = (blocks // self.group).unique()
@@ -187,6 +179,9 @@ class Blocks(Incremental):
         self.group_mean[groups] = mean = F.embedding_bag(members, self.mean, mode="mean")
         power = self.power[members].mean(dim=-1)
         self.group_spread[groups] = (power - mean.square().sum(dim=-1) / self.columns).clamp(min=0)
+        place = self.reach[members].argmax(dim=-1, keepdim=True)
+        outlier = self.farthest[members.gather(1, place).squeeze(-1)]
+        self.group_outlier[groups] = _rows(weight, bias, outlier).to(self.mean.dtype)
 
     def draw(
         self,
@@ -318,6 +313,9 @@ class Blocks(Incremental):
         norm = query.square().sum(dim=-1, keepdim=True)
         outside = self._log_mass(query @ self.group_mean.T, norm * self.group_spread)
         outside += math.log(self.num_classes / self.groups)
+        # One class that stands out can outweigh the other hundreds of its group, and two moments do not show it.
+        outlier = functional.output(query @ self.group_outlier.T, self.prediction)
+        outside = torch.maximum(outside, outlier, out=outside)
         best = outside.topk(min(LOOK_INTO, self.groups), dim=-1, sorted=False).indices
         inside = self._look_into(query, best) + self.log_size.view(self.groups, self.group)[best]
         outside.scatter_(1, best, -math.inf)
@@ -382,14 +380,3 @@ class Blocks(Incremental):
 def _rows(weight: Tensor, bias: Tensor | None, rows: Any) -> Tensor:
     """Rows of the class weights, with their offsets as a further column if there are any."""
     return weight[rows] if bias is None else torch.cat([weight[rows], bias.detach()[rows].unsqueeze(-1)], dim=-1)
-
-
-def _orthonormal(basis: Tensor) -> Tensor:
-    """Gram-Schmidt on the columns of ``(…, d, r)``; a column that vanishes stays zero."""
-    columns: list[Tensor] = []
-    for column in basis.unbind(dim=-1):
-        for _ in range(2):  # the second time removes what rounding left
-            for other in columns:
-                column = column - (column * other).sum(dim=-1, keepdim=True) * other
-        columns.append(F.normalize(column, dim=-1, eps=1e-20))
-    return torch.stack(columns, dim=-1)
