@@ -38,7 +38,7 @@ def groups(request, monkeypatch):
     """A sampler of 8 blocks has one group, into which all examples look; or four, of which they look into two."""
     if request.param == "four groups":
         monkeypatch.setattr(blocks, "MIN_GROUP", 2)
-        monkeypatch.setattr(blocks, "LOOK_INTO", 2)
+        monkeypatch.setattr(blocks, "LOOK_INTO", {"batch": 2, "example": 2})
     return 4 if request.param == "four groups" else 1
 
 
@@ -298,7 +298,7 @@ def test_masses_are_close_to_the_truth():
 def test_a_group_is_looked_into_for_its_outlier(monkeypatch):
     """One class outweighs all others for a query; its group's mean and spread alone would not show it."""
     monkeypatch.setattr(blocks, "MIN_GROUP", 4)
-    monkeypatch.setattr(blocks, "LOOK_INTO", 2)
+    monkeypatch.setattr(blocks, "LOOK_INTO", {"batch": 2, "example": 2})
     n, d = 2048, 16
     weight = 0.1 * torch.randn(n, d, generator=torch.Generator().manual_seed(0))
     weight[:256] += 0.5  # four groups that have a larger mean

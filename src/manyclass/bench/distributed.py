@@ -135,10 +135,10 @@ class Paper(NamedTuple):
     def seconds(self) -> dict[str, float]:
         """Of the parts of a step, one after the other; the layout of blocks and groups is that of `samplers.Blocks`."""
         blocks = 2 ** round(math.log2(self.num_classes / self.machines / 16))
-        group = max(MIN_GROUP, 2 ** (round(math.log2(blocks / LOOK_INTO) / 2) - 1))
+        group = max(MIN_GROUP, 2 ** (round(math.log2(blocks / LOOK_INTO["batch"]) / 2) - 1))
         own_pool, row = self.pool / self.machines, self.features * 4
         # Mean and two directions of each block that an example looks into.
-        looked_into = self.examples * LOOK_INTO * group * 3 * row
+        looked_into = self.examples * LOOK_INTO["batch"] * group * 3 * row
         # Rows of the pool, and of the blocks of the targets: logits, gradient, optimiser, summary.
         passes = 8 * (own_pool + 16 * self.batch) * row
         return {

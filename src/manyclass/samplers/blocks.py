@@ -13,8 +13,9 @@ from .base import SCOPES, Draw, Incremental
 from .moments import moments
 from .partition import bisect
 
-# Groups of blocks that an example looks into; of the others it knows only the group's mass.
-LOOK_INTO = 8
+# Groups of blocks that an example looks into; of the others it knows only the group's mass. In a pool the others make
+# up for what one has missed.
+LOOK_INTO = {"batch": 8, "example": 16}
 MIN_GROUP = 16
 # One of so many blocks of a pool is certain: outliers, which their block's summary does not predict.
 CERTAIN = 8
@@ -31,7 +32,7 @@ class Blocks(Incremental):
 
     A block C of classes with mean μ, scaled principal directions f_1 … f_r and isotropic rest σ² has about the mass
     ``ln|C| + ⟨μ, h⟩ + ½(Σ⟨f_r, h⟩² + σ²‖h‖²)``. Neighbouring blocks form groups with a mean, an isotropic spread and
-    their longest row: an example estimates all groups, looks into the blocks of the best few, and takes the blocks of
+    their longest row; an example estimates all groups, looks into the blocks of the best few, and takes the blocks of
     each other group as equal. Blocks enter the sample with probability π(C) = min(1, c·mass(C)), by systematic
     sampling; all classes of a drawn block are negatives with ``log_count = ln π(C)``. Estimates may be stale or rough:
     π is what was drawn from.
@@ -94,11 +95,12 @@ class Blocks(Incremental):
         self.levels = min(max(0, round(math.log2(num_classes / block_size))), int(math.log2(num_classes)))
         self.blocks = 1 << self.levels
         self.block_size = math.ceil(num_classes / self.blocks)
-        # An example scores `groups` groups and `LOOK_INTO · group` blocks. A group costs less: one vector, and a matrix
+        # An example scores `groups` groups and `look_into · group` blocks. A group costs less: one vector, and a matrix
         # product for all examples. So there are more groups than would make the two numbers alike.
-        alike = math.log2(max(1, self.blocks / LOOK_INTO)) / 2
+        alike = math.log2(max(1, self.blocks / LOOK_INTO[scope])) / 2
         self.group = min(self.blocks, max(MIN_GROUP, 1 << max(0, round(alike) - 1)))
         self.groups = self.blocks // self.group
+        self.look_into = min(self.groups, LOOK_INTO[scope])
         self.register_buffer("order", torch.arange(num_classes))
         self.register_buffer("block_of", torch.zeros(num_classes, dtype=torch.long))
         self.register_buffer("mean", torch.zeros(self.blocks, self.columns))
@@ -313,10 +315,12 @@ class Blocks(Incremental):
         norm = query.square().sum(dim=-1, keepdim=True)
         outside = self._log_mass(query @ self.group_mean.T, norm * self.group_spread)
         outside += math.log(self.num_classes / self.groups)
-        # One class that stands out can outweigh the other hundreds of its group, and two moments do not show it.
-        outlier = functional.output(query @ self.group_outlier.T, self.prediction)
-        outside = torch.maximum(outside, outlier, out=outside)
-        best = outside.topk(min(LOOK_INTO, self.groups), dim=-1, sorted=False).indices
+        if self.scope == "example":
+            # One class that stands out can outweigh the other hundreds of its group, and two moments do not show it.
+            # In a pool such classes are in blocks of their own.
+            outlier = functional.output(query @ self.group_outlier.T, self.prediction)
+            outside = torch.maximum(outside, outlier, out=outside)
+        best = outside.topk(self.look_into, dim=-1, sorted=False).indices
         inside = self._look_into(query, best) + self.log_size.view(self.groups, self.group)[best]
         outside.scatter_(1, best, -math.inf)
         total = torch.logaddexp(outside.logsumexp(dim=-1), inside.flatten(1).logsumexp(dim=-1))
@@ -350,7 +354,7 @@ class Blocks(Incremental):
     def _scores(self) -> int:
         """Numbers that the estimate of one example's masses holds at a time."""
         gathered = 1 if ops.native_for(self.mean) else (1 + self.rank) * self.columns
-        return self.groups + min(LOOK_INTO, self.groups) * self.group * gathered
+        return self.groups + self.look_into * self.group * gathered
 
     def _inner(self, blocks: int) -> int:
         """Numbers that scoring the classes of ``blocks`` blocks of one example holds at a time."""
