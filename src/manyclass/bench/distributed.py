@@ -21,7 +21,7 @@ from .timing import write_csv
 
 BATCH, FEATURES, POOL = 512, 64, NUM_SAMPLES["batch"]
 ONE = "unsharded"
-REPEATS = 15
+REPEATS = 40
 #: Collectives of a step: numbers of examples, queries, targets, log-sum-exps, slopes, gradients of queries.
 COLLECTIVES = 6
 
