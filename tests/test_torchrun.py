@@ -64,7 +64,7 @@ def wait_for_step(folder, step, launcher):
     raise AssertionError("the run does not go on")
 
 
-LONG = ("--features", 16, "--batch", 8, "--num-samples", 64, "--length", 5, "--timeout", 8)
+LONG = ("--features", 16, "--batch", 8, "--num-samples", 64, "--length", 5, "--timeout", 20)
 
 
 @pytest.fixture(scope="module")
@@ -135,13 +135,13 @@ def test_a_process_that_hangs_ends_the_job(uninterrupted, tmp_path):
     try:
         while "lost contact" not in (line := launcher.stderr.readline()):
             assert line, "the job ended without a message"
-        assert time.monotonic() - started < 30
+        assert time.monotonic() - started < 60
         assert re.search(
             r"manyclass: rank 0 of 2 lost contact while it exchanged .*: another process died, hangs", line
         )
     finally:
         os.kill(hanging, signal.SIGCONT)
-    launcher.communicate(timeout=60)
+    launcher.communicate(timeout=100)
     assert launcher.returncode != 0
 
 
@@ -152,7 +152,7 @@ def test_stopped_and_resumed_by_another_number_of_processes(uninterrupted, tmp_p
     launcher = start(torchrun(2, *options, "--out", "run"), tmp_path)
     wait_for_step(tmp_path / "run", 20, launcher)
     launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=60)
+    launcher.communicate(timeout=100)
     model, _, step = training.load(Run(tmp_path / "run"))
     before = model.head.weight.detach().clone()
     assert 20 < step < 200
