@@ -66,6 +66,21 @@ def expected(query, target, **options):
     return loss.detach(), *torch.autograd.grad(loss, [query, *head.parameters()]), head
 
 
+def equals_one_process(head, query, target, mine, loss, query_grad, grads):
+    """A step with this rank's examples: the mean over ranks of losses and gradients is what one process has."""
+    ranks = dist.get_world_size()
+    own = query[mine].clone().requires_grad_()
+    part = head(own, target[mine])
+    part.backward()
+    total = part.detach().clone()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total / ranks, loss)
+    torch.testing.assert_close(own.grad / ranks, query_grad[mine], rtol=1e-4, atol=1e-6)
+    for parameter, grad in zip(head.parameters(), grads, strict=True):
+        found = parameter.grad.to_dense()
+        torch.testing.assert_close(found, grad[head.first : head.last], rtol=1e-4, atol=1e-6)
+
+
 def check_exact_loss_and_gradients(rank, ranks):
     """In eval mode, and in training with a draw of all classes: the full softmax, exactly, with ignored targets."""
     native = ops._NATIVE
@@ -84,18 +99,8 @@ def check_exact_loss_and_gradients(rank, ranks):
                 for split in ("even", "mass"):
                     drawn = {} if scope is None else {"scope": scope, "block_size": 4}
                     head = sharded(num_samples=1000 * N, split=split, **drawn, **options).train(scope is not None)
-                    own = query[mine].clone().requires_grad_()
-                    part = head(own, target[mine])
-                    part.backward()
-                    total = part.detach().clone()
-                    dist.all_reduce(total)
-                    torch.testing.assert_close(total / ranks, loss)
-                    # Data parallelism takes the mean over ranks.
-                    torch.testing.assert_close(own.grad / ranks, query_grad[mine], rtol=1e-4, atol=1e-6)
-                    for parameter, grad in zip(head.parameters(), grads, strict=True):
-                        assert parameter.grad.is_sparse == (scope is not None)
-                        found = parameter.grad.to_dense()
-                        torch.testing.assert_close(found, grad[head.first : head.last], rtol=1e-4, atol=1e-6)
+                    equals_one_process(head, query, target, mine, loss, query_grad, grads)
+                    assert all(parameter.grad.is_sparse == (scope is not None) for parameter in head.parameters())
     ops._NATIVE = native
     head = sharded(reduction="none").eval()
     losses = head(query[mine], target[mine])
@@ -113,15 +118,7 @@ def check_all_targets_of_one_rank_are_ignored(rank, ranks):
     loss, query_grad, weight_grad, _ = expected(query, target)
     for training in (True, False):
         head = sharded(num_samples=1000 * N, block_size=4).train(training)
-        own = query[mine].clone().requires_grad_()
-        part = head(own, target[mine])
-        part.backward()
-        total = part.detach().clone()
-        dist.all_reduce(total)
-        torch.testing.assert_close(total / ranks, loss)
-        torch.testing.assert_close(own.grad / ranks, query_grad[mine], rtol=1e-4, atol=1e-6)
-        found = head.weight.grad.to_dense()
-        torch.testing.assert_close(found, weight_grad[head.first : head.last], rtol=1e-4, atol=1e-6)
+        equals_one_process(head, query, target, mine, loss, query_grad, [weight_grad])
 
 
 def check_nobody_has_examples(rank, ranks):
@@ -274,16 +271,7 @@ def check_a_mesh_of_data_and_classes(rank, ranks):
     for training, sparse in ((False, True), (True, True), (True, False)):
         head = sharded(num_samples=1000 * N, bias=True, sparse=sparse, block_size=4, mesh=mesh).train(training)
         assert (head.first, head.last) == ((0, 31), (31, 61))[rank % 2]
-        own = query[mine].clone().requires_grad_()
-        part = head(own, target[mine])
-        part.backward()
-        total = part.detach().clone()
-        dist.all_reduce(total)
-        torch.testing.assert_close(total / 4, loss)
-        torch.testing.assert_close(own.grad / 4, query_grad[mine], rtol=1e-4, atol=1e-6)
-        for parameter, grad in zip(head.parameters(), grads, strict=True):
-            found = parameter.grad.to_dense()
-            torch.testing.assert_close(found, grad[head.first : head.last], rtol=1e-4, atol=1e-6)
+        equals_one_process(head, query, target, mine, loss, query_grad, grads)
     # With a data parallel trunk over all four: the same weights as one process gets.
     model = data_parallel(Model(sharded(num_samples=1000 * N, block_size=4, mesh=mesh)))
     trains_as_one_process(model, query, target, mine)
