@@ -86,7 +86,8 @@ std::tuple<Tensor, Tensor, Tensor> sampled_loss(const Tensor& query, const Tenso
 // The same for a pool of negatives that all examples share. logits: (batch, negatives), replaced by the derivatives
 // positive: (batch,), logits of the positives   log_count, pool: (negatives,)   target: (batch,)
 // -> losses (batch,) and their derivatives by the logit of the positive (batch,)
-// An example with target −1 has no positive; instead of a loss it gets the log-sum-exp of the corrected negatives.
+// An example with target −1 has no positive; instead of a loss it gets the log-sum-exp of the corrected negatives, and
+// the derivative 0.
 std::tuple<Tensor, Tensor> pooled_loss_(const Tensor& logits, const Tensor& positive, const Tensor& log_count,
                                         const Tensor& pool, const Tensor& target, bool absolute) {
   const char* op = "pooled_loss_";
@@ -137,7 +138,8 @@ std::tuple<Tensor, Tensor> pooled_loss_(const Tensor& logits, const Tensor& posi
       const double rest = exp_sum(slope, negatives, largest), first = std::exp(static_cast<double>(own) - largest);
       const double total = rest + first;
       loss_data[row] = static_cast<float>(std::log(total) + largest - (alone ? 0 : own));
-      positive_slope_data[row] = static_cast<float>(-rest / total) * (absolute ? sign(positive_data[row]) : 1.0f);
+      positive_slope_data[row] =
+          alone ? 0 : static_cast<float>(-rest / total) * (absolute ? sign(positive_data[row]) : 1.0f);
       const auto scale = static_cast<float>(1 / total);
       for (int64_t k = 0; k < negatives; ++k) slope[k] *= scale;
       if (absolute) std::transform(slope, slope + negatives, signs.begin(), slope, std::multiplies<>());

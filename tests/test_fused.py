@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyclass import fused
+from manyclass import functional, fused
 
 
 def problem(batch, n, d, m, bias, seed=0, dtype=torch.float32):
@@ -186,4 +186,30 @@ def test_examples_without_a_positive_get_a_log_sum_exp(absolute):
     losses, _ = torch.ops.manyclass.pooled_loss_(slopes, positive, nothing, pool, target.new_full((3,), -1), absolute)
     assert (losses == -1e30).all()
     assert (slopes == 0).all()
-    assert positive_slopes[1] != 0
+    assert (positive_slopes != 0).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("prediction", ["softmax", "absolute"])
+def test_rows_of_absent_positives_get_no_gradient(prediction):
+    """A row that only −1 stands for must not be touched: an optimizer with momentum would move it."""
+    query, weight, offsets, _, _, _ = problem(4, 20, 6, 5, True)
+    target, pool, log_count = torch.tensor([-1, 3, -1, 7]), torch.tensor([2, 7, 9, 11, 12]), torch.linspace(-1, 1, 5)
+    sum_of, found = fused.native_pool(
+        query, weight, offsets, target, pool, log_count, prediction=prediction, sparse=True
+    )
+    (sum_of.sum() + 2 * found.sum()).backward()
+    assert weight.grad._indices().flatten().tolist() == [2, 3, 7, 9, 11, 12]
+    exact = [leaf.detach().double().requires_grad_() for leaf in (query, weight, offsets)]
+    outputs = functional.output(exact[0] @ exact[1].T + exact[2].T, prediction)
+    wanted = torch.zeros((), dtype=torch.double)
+    for row, positive in enumerate(target.tolist()):
+        counts = log_count.double().masked_fill(pool == positive, math.inf)
+        terms = outputs[row, pool] - counts
+        if positive >= 0:
+            own = outputs[row, positive]
+            wanted = wanted + torch.cat([own[None], terms]).logsumexp(0) + own
+        else:
+            wanted = wanted + terms.logsumexp(0)
+    wanted.backward()
+    for leaf, reference in zip((query, weight, offsets), exact, strict=True):
+        torch.testing.assert_close(leaf.grad.to_dense().double(), reference.grad, rtol=1e-4, atol=1e-5)

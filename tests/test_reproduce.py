@@ -9,16 +9,17 @@ import pytest
 from rich.console import Console
 
 from manyclass import figures, reproduce
+from manyclass.data.synth import synthesise
 from manyclass.reproduce import FULL, POOLED, Curve, Metrics, Point, Preset
 from manyclass.tasks import TASKS
 
-TINY = Preset((2, 20), (16,), 1, 2, "tiny")
+TINY = Preset((2,), (16,), 1, 2, True, "tiny")
 SHORT = "--features 8 --steps 4 --evaluations 2 --eval-examples 50"
 
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
-    """Two small data sets of three runs each, as far as their samplers go."""
+    """Three small data sets, one of them made, and a single sampler besides blocks."""
     words = " ".join(f"w{number * number % 37}" for number in range(2000))
     (tmp_path / "data" / "ptb").mkdir(parents=True)
     (tmp_path / "data" / "ptb" / "ptb.train.txt").write_text(words)
@@ -27,14 +28,16 @@ def data(tmp_path, monkeypatch):
     lines = [" ".join(str((user + place) % 29) for place in range(6)) for user in range(30)]
     (tmp_path / "data" / "amazon-beauty" / "sequences.txt").write_text("\n".join(lines))
     small = {
-        "ptb": ("lm --split blanks --batch 4 --length 5 " + SHORT, ("quadratic",)),
-        "beauty": ("next-item --model feed-forward --user-first " + SHORT, ("uniform",)),
+        "ptb": "lm --split blanks --batch 4 --length 5 " + SHORT,
+        "beauty": "next-item --model feed-forward --user-first " + SHORT,
+        "synth": "next-item --model feed-forward " + SHORT,
     }
-    for name, (options, samplers) in small.items():
-        changed = reproduce.DATASETS[name]._replace(
-            options=options, presets={"quick": ""}, samplers=samplers, fixed=(2, 20)
-        )
+    for name, options in small.items():
+        changed = reproduce.DATASETS[name]._replace(options=options, presets={"quick": ""})
         monkeypatch.setitem(reproduce.DATASETS, name, changed)
+    monkeypatch.setitem(reproduce.DATASETS, "synth", changed._replace(made=(40, 30, 6)))
+    monkeypatch.setattr(reproduce, "SAMPLERS", ("quadratic",))
+    monkeypatch.setattr(figures, "FIXED", TINY.negatives)
     monkeypatch.setitem(reproduce.PRESETS, "quick", TINY)
     return tmp_path / "data"
 
@@ -53,12 +56,12 @@ def test_a_sweep_goes_on_where_it_was(tmp_path, data, monkeypatch):
 
     monkeypatch.setattr(reproduce, "_launch", broken_once)
     with pytest.raises(ValueError, match="ended with code -9"):
-        reproduce.sweep(["ptb"], "quick", data, out, 1, console)
+        reproduce.sweep(["ptb", "synth"], "quick", data, out, 1, console)
     assert len(list(out.glob("ptb/*.csv"))) == 2
-    curves = reproduce.sweep(["ptb"], "quick", data, out, 2, console)
-    points = reproduce.points("ptb", TINY)
+    curves = reproduce.sweep(["ptb", "synth"], "quick", data, out, 2, console)
+    points = [*reproduce.points("ptb", TINY), *reproduce.points("synth", TINY)]
     assert [curve.point for curve in curves] == points
-    assert len(points) == 2 * 2 + 2 + 2 + 1
+    assert len(points) == 2 * (2 * 2 + 1 + 1 + 1)
     assert sorted(launched) == sorted([*points, launched[2]])  # one of them twice
     assert {path.suffix for path in (out / "ptb").iterdir()} == {".csv"}
     for curve in curves:
@@ -81,7 +84,8 @@ def test_a_sweep_goes_on_where_it_was(tmp_path, data, monkeypatch):
 
 def test_what_is_trained(data, tmp_path):
     def options(*point):
-        return " ".join(reproduce.command(Point(*point), "quick", data, tmp_path))
+        files = reproduce.sources(point[0], data, tmp_path / "out")
+        return " ".join(reproduce.command(Point(*point), "quick", files, tmp_path))
 
     pool = options("beauty", POOLED, "softmax", 16, 0)
     assert "--sampler blocks" in pool
@@ -95,10 +99,31 @@ def test_what_is_trained(data, tmp_path):
         options("diginetica", FULL, "softmax", None, 0)
 
 
+def test_interactions_are_made_once_and_need_no_files(data, tmp_path):
+    made = reproduce.sources("synth", None, tmp_path)["--interactions"]
+    again = tmp_path / "again.txt"
+    synthesise(again, items=40, users=30, length=6)
+    assert made.read_bytes() == again.read_bytes()
+    made.write_text("kept")
+    assert reproduce.sources("synth", data, tmp_path)["--interactions"].read_text() == "kept"
+    with pytest.raises(ValueError, match="--data must be the folder with the files of ptb; only --dataset synth"):
+        reproduce.sources("ptb", None, tmp_path)
+
+
 def test_a_symmetric_kernel_has_its_own_baseline():
     found = reproduce.points("diginetica", reproduce.PRESETS["quick"])
     assert {point.prediction for point in found if point.sampler == FULL} == {"softmax", "absolute"}
     assert len({point.name for point in found}) == len(found)
+
+
+def test_only_a_quick_sweep_leaves_slow_samplers_out():
+    for preset, wanted in (("quick", {"ptb", "beauty"}), ("paper", set(reproduce.DATASETS))):
+        found = {name: reproduce.points(name, reproduce.PRESETS[preset]) for name in reproduce.DATASETS}
+        assert {name for name, points in found.items() if "quartic" in {point.sampler for point in points}} == wanted
+        for points in found.values():
+            assert {"uniform", "unigram", "bigram", "quadratic", "softmax", "blocks", POOLED} <= {
+                p.sampler for p in points
+            }
 
 
 def test_means_over_seeds_are_drawn():

@@ -297,10 +297,11 @@ app.add_typer(reproduce, name="reproduce")
 
 DatasetNames = Annotated[
     list[str] | None,
-    typer.Option(metavar="ptb|beauty|diginetica", help="Repeatable; default: all three."),
+    typer.Option(metavar="ptb|beauty|diginetica|synth", help="Repeatable; default: all. synth is made on the spot."),
 ]
 Data = Annotated[
-    Path, typer.Option(help="Folder with the data sets, one folder each: docs/reproduction.md says where from.")
+    Path | None,
+    typer.Option(help="Folder with the data sets but synth, one folder each: docs/reproduction.md says where from."),
 ]
 PresetName = Annotated[
     Literal["quick", "paper"], typer.Option(help="quick: under 90 minutes on 2 cores for everything; paper: days.")
@@ -312,7 +313,7 @@ def _reproduce_command(figure: str, help: str) -> None:
     """Make ``manyclass reproduce FIGURE``."""
 
     def command(
-        data: Data,
+        data: Data = None,
         dataset: DatasetNames = None,
         preset: PresetName = "quick",
         out: Out = Path("out/reproduce"),

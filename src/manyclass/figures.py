@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .reproduce import DATASETS, FULL, POOLED, Curve, Point
+from .reproduce import DATASETS, FIXED, FULL, POOLED, Curve, Point
 
 # Okabe and Ito's colours, told apart by colour-blind people, too.
 STYLES = {
@@ -33,14 +33,15 @@ def draw(figure: str, curves: Sequence[Curve], out: Path, note: str) -> list[Pat
         for against, suffix in (("epoch", ""), ("seconds", "-time")):
             files.append(out / f"{figure}-{name}{suffix}.png")
             own = [curve for curve in curves if curve.point.dataset == name]
-            {"samples": samples, "distributions": distributions}[figure](own, files[-1], note, against)
+            said = f"{_length(own)}; {note}"
+            {"samples": samples, "distributions": distributions}[figure](own, files[-1], said, against)
     return files
 
 
 def bias(curves: Sequence[Curve], file: Path, note: str) -> None:
     """Figure 2: final quality against the number of negatives, one panel per data set."""
     names = _datasets(curves)
-    figure, panels = _figure(1, len(names), note)
+    figure, panels = _figure(*((2, 2) if len(names) == 4 else (1, len(names))), note)
     for name, axes in zip(names, panels, strict=True):
         own = [curve for curve in curves if curve.point.dataset == name]
         for sampler, (colour, marker) in STYLES.items():
@@ -56,7 +57,8 @@ def bias(curves: Sequence[Curve], file: Path, note: str) -> None:
         axes.set(xscale="log", xlabel="negatives that an example sees, m", ylabel=_quality(name))
         axes.set_xticks(numbers, [str(number) for number in numbers])
         axes.minorticks_off()
-        _range(axes, curves, name, _title(name), {f"{point.sampler}, m = {point.negatives}": point for point, _ in own})
+        points = {f"{point.sampler}, m = {point.negatives}": point for point, _ in own}
+        _range(axes, curves, name, f"{_title(name)}: {_length(own)}", points)
     _legend(figure, panels[0])
     figure.savefig(file, dpi=110)
 
@@ -77,7 +79,7 @@ def samples(curves: Sequence[Curve], file: Path, note: str, against: str = "epoc
         prediction = own[0].point.prediction
         _baselines(axes, curves, against, (prediction,))
         axes.set(xlabel=AXES[against], ylabel=_quality(name))
-        axes.legend(fontsize="small", loc="lower left")
+        axes.legend(fontsize="small")
         points = {f"m = {curve.point.negatives}": curve.point for curve in own}
         _range(axes, curves, name, f"{_title(name)}: {sampler}", points)
     for axes in panels[len(found) :]:
@@ -88,9 +90,8 @@ def samples(curves: Sequence[Curve], file: Path, note: str, against: str = "epoc
 def distributions(curves: Sequence[Curve], file: Path, note: str, against: str = "epoch") -> None:
     """Figure 4 and its appendix: convergence of the samplers at a fixed number of negatives, one panel per number."""
     name = curves[0].point.dataset
-    fixed = DATASETS[name].fixed
-    figure, panels = _figure(1, len(fixed), note)
-    for number, axes in zip(fixed, panels, strict=True):
+    figure, panels = _figure(1, len(FIXED), note)
+    for number, axes in zip(FIXED, panels, strict=True):
         for sampler, (colour, marker) in STYLES.items():
             for curve in curves:
                 if curve.point.sampler == sampler and curve.point.negatives == number and curve.point.seed == 0:
@@ -190,6 +191,11 @@ def _quality_axis(axes: Any, dataset: str) -> None:
 
 def _title(dataset: str) -> str:
     return DATASETS[dataset].title
+
+
+def _length(curves: Sequence[Curve]) -> str:
+    last = curves[0].rows[-1]
+    return f"{last.step:,.0f} steps, {last.epoch:.2g} epochs"
 
 
 def _datasets(curves: Sequence[Curve]) -> list[str]:

@@ -1,5 +1,6 @@
 """The sampled step: losses of examples with their negatives, and gradients of the rows that were drawn."""
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -8,6 +9,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import functional, ops
+
+#: Makes the gradients of rows, sorted and distinct, of one process those of all that have the same class weights.
+Exchange = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def sampled_losses(
@@ -48,9 +52,29 @@ def pooled_losses(
     The pool may hold the positive of an example, which then does not count as its negative.
     """
     if ops.native_for(query, weight):
-        absolute = prediction == "absolute"
-        return cast(Tensor, _NativePool.apply(query, weight, bias, target, pool, log_count, absolute, sparse))
+        return native_pool(query, weight, bias, target, pool, log_count, prediction=prediction, sparse=sparse)[0]
     return reference_pooled_losses(query, weight, bias, target, pool, log_count, prediction=prediction, sparse=sparse)
+
+
+def native_pool(
+    query: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    pool: Tensor,
+    log_count: Tensor,
+    *,
+    prediction: str,
+    sparse: bool,
+    exchange: Exchange | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`pooled_losses` by the native kernel, and the outputs of the positives, both ``(batch,)``.
+
+    An example with target −1 has no positive: the log-sum-exp of its corrected negatives stands for its loss, and its
+    output is 0.
+    """
+    absolute = prediction == "absolute"
+    return _NativePool.apply(query, weight, bias, target, pool, log_count, absolute, sparse, exchange)  # pyright: ignore
 
 
 def reference_pooled_losses(
@@ -67,11 +91,11 @@ def reference_pooled_losses(
     """`pooled_losses` in plain PyTorch."""
     rows, position = torch.unique(torch.cat([target, pool]), return_inverse=True)
     positives, negatives = position[: len(target)], position[len(target) :]
-    drawn = _select_rows(weight, rows, sparse).to(query.dtype)
+    drawn = select_rows(weight, rows, sparse).to(query.dtype)
     positive = (query * F.embedding(positives, drawn)).sum(dim=-1)
     negative = query @ F.embedding(negatives, drawn).T
     if bias is not None:
-        offsets = _select_rows(bias, rows, sparse).to(query.dtype).squeeze(-1)
+        offsets = select_rows(bias, rows, sparse).to(query.dtype).squeeze(-1)
         positive, negative = positive + offsets[positives], negative + offsets[negatives]
     log_count = log_count.masked_fill(pool == target.unsqueeze(-1), torch.inf)
     return functional.sampled_softmax_loss(positive, negative, log_count, "none", prediction=prediction)
@@ -90,11 +114,9 @@ def reference_losses(
     """`sampled_losses` in plain PyTorch."""
     # Each row is read, and gets its gradient, once, however often it was drawn.
     rows, position = torch.unique(classes, return_inverse=True)
-    logits = torch.einsum(
-        "bd,bkd->bk", query, F.embedding(position, _select_rows(weight, rows, sparse).to(query.dtype))
-    )
+    logits = torch.einsum("bd,bkd->bk", query, F.embedding(position, select_rows(weight, rows, sparse).to(query.dtype)))
     if bias is not None:
-        logits = logits + F.embedding(position, _select_rows(bias, rows, sparse).to(query.dtype)).squeeze(-1)
+        logits = logits + F.embedding(position, select_rows(bias, rows, sparse).to(query.dtype)).squeeze(-1)
     return functional.sampled_softmax_loss(logits[:, 0], logits[:, 1:], log_count, "none", prediction=prediction)
 
 
@@ -128,8 +150,8 @@ class _Native(torch.autograd.Function):
         rows, values, bias_values = torch.ops.manyclass.sampled_loss_rows(
             query, classes, slopes * grad, len(ctx.weight)
         )
-        weight_grad = row_gradient(ctx.weight, rows, values, ctx.sparse)
-        bias_grad = None if ctx.bias is None else row_gradient(ctx.bias, rows, bias_values, ctx.sparse)
+        weight_grad = _row_gradient(ctx.weight, rows, values, ctx.sparse)
+        bias_grad = None if ctx.bias is None else _row_gradient(ctx.bias, rows, bias_values, ctx.sparse)
         return query_slopes * grad, weight_grad, bias_grad, None, None, None, None
 
 
@@ -147,62 +169,68 @@ class _NativePool(torch.autograd.Function):
         log_count: Tensor,
         absolute: bool,
         sparse: bool,
-    ) -> Tensor:
+        exchange: Exchange | None,
+    ) -> tuple[Tensor, Tensor]:
+        # Where there is no positive, the kernel does not look at it: then −1 may stand for any row.
         drawn, positives = weight[pool], weight[target]
         logits, positive = query @ drawn.T, (query * positives).sum(dim=-1)
         if bias is not None:
             logits += bias[pool].T
             positive += bias[target].squeeze(-1)
-        losses, positive_slopes = torch.ops.manyclass.pooled_loss_(
+        losses, slopes = torch.ops.manyclass.pooled_loss_(
             logits, positive, log_count.contiguous(), pool.contiguous(), target.contiguous(), absolute
         )
-        ctx.save_for_backward(query, target, pool, drawn, positives, logits, positive_slopes)
-        ctx.weight, ctx.bias, ctx.sparse = weight, bias, sparse
-        return losses
+        sign = torch.where(target >= 0, positive.sign() if absolute else 1.0, 0.0)
+        ctx.save_for_backward(query, target, pool, positives, drawn, logits, slopes, sign)
+        ctx.weight, ctx.bias, ctx.sparse, ctx.exchange = weight, bias, sparse, exchange
+        return losses, positive * sign
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        query, target, pool, drawn, positives, slopes, positive_slopes = ctx.saved_tensors
-        grad = grads[0].unsqueeze(-1)
-        own = positive_slopes.unsqueeze(-1) * grad
-        query_grad = (slopes @ drawn).mul_(grad).addcmul_(own, positives)
+        query, target, pool, positives, drawn, logits, slopes, sign = ctx.saved_tensors
+        grad, of_positive = grads[0].unsqueeze(-1), (grads[0] * slopes + grads[1] * sign).unsqueeze(-1)
+        query_grad = (logits @ drawn).mul_(grad).addcmul_(of_positive, positives)
         rows, position = torch.unique(torch.cat([target, pool]), return_inverse=True)
+        start = int((rows[:1] < 0).sum())  # −1 is no row
 
-        def gathered(of_target: Tensor, of_pool: Tensor) -> Tensor:
+        def gradient(table: Tensor, of_target: Tensor, of_pool: Tensor) -> Tensor:
             values = of_pool.new_zeros(len(rows), of_pool.shape[1])
-            return values.index_add_(0, position, torch.cat([of_target, of_pool]))
+            values.index_add_(0, position, torch.cat([of_target, of_pool]))
+            return _row_gradient(table, rows[start:], values[start:], ctx.sparse, ctx.exchange)
 
-        values = gathered(own * query, slopes.T @ (grad * query))
-        weight_grad = row_gradient(ctx.weight, rows, values, ctx.sparse)
-        bias_grad = None
-        if ctx.bias is not None:
-            bias_grad = row_gradient(ctx.bias, rows, gathered(own, slopes.T @ grad), ctx.sparse)
-        return query_grad, weight_grad, bias_grad, None, None, None, None, None
+        weight_grad = gradient(ctx.weight, of_positive * query, logits.T @ (grad * query))
+        bias_grad = None if ctx.bias is None else gradient(ctx.bias, of_positive, logits.T @ grad)
+        return query_grad, weight_grad, bias_grad, None, None, None, None, None, None
 
 
 class _SelectRows(torch.autograd.Function):
-    """``weight[rows]`` for sorted, distinct ``rows``, with a sparse gradient."""
+    """``weight[rows]`` for sorted, distinct ``rows``."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, rows: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, rows: Tensor, sparse: bool, exchange: Exchange | None) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.weight = weight
+        ctx.weight, ctx.sparse, ctx.exchange = weight, sparse, exchange
         return weight[rows]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore
         (rows,) = ctx.saved_tensors
-        return row_gradient(ctx.weight, rows, grads[0], sparse=True), None
+        return _row_gradient(ctx.weight, rows, grads[0], ctx.sparse, ctx.exchange), None, None, None
 
 
-def _select_rows(weight: Tensor, rows: Tensor, sparse: bool) -> Tensor:
-    return cast(Tensor, _SelectRows.apply(weight, rows)) if sparse else weight[rows]
+def select_rows(weight: Tensor, rows: Tensor, sparse: bool, exchange: Exchange | None = None) -> Tensor:
+    """``weight[rows]`` for sorted, distinct ``rows``, whose gradient is sparse or dense."""
+    return cast(Tensor, _SelectRows.apply(weight, rows, sparse, exchange))
 
 
-def row_gradient(weight: Tensor, rows: Tensor, values: Tensor, sparse: bool) -> Tensor:
+def _row_gradient(
+    weight: Tensor, rows: Tensor, values: Tensor, sparse: bool, exchange: Exchange | None = None
+) -> Tensor:
     """The gradient of ``weight`` whose sorted, distinct ``rows`` are ``values``; the others are zero."""
+    if exchange is not None:
+        rows, values = exchange(rows, values)
     if not sparse:
         return torch.zeros_like(weight).index_copy_(0, rows, values)
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from shutil import rmtree
 from typing import NamedTuple
@@ -16,13 +16,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .atomic import replacing
 from .bench.timing import write_csv
+from .data.synth import synthesise
 from .run import Metrics
 
 FULL = "full"
-PAPER_SAMPLERS = ("uniform", "quadratic", "softmax")
+SAMPLERS = ("uniform", "unigram", "bigram", "quadratic", "quartic", "softmax")
+#: Numbers of negatives of the figures at a fixed m.
+FIXED = (10, 40, 160)
 #: The symmetric kernels, which the paper trains with the absolute softmax.
 ABSOLUTE = ("quadratic", "quartic")
 POOLED = "blocks, pool"
+NEXT_ITEM = "next-item --model feed-forward --features 64 --dropout 0 --lr 0.05 --batch"
 
 
 class Dataset(NamedTuple):
@@ -35,10 +39,11 @@ class Dataset(NamedTuple):
     options: str
     #: … and in each of them.
     presets: dict[str, str]
-    samplers: tuple[str, ...]
-    #: Numbers of negatives of the figure at a fixed m.
-    fixed: tuple[int, ...]
     perplexity: bool = False
+    #: Samplers that a quick sweep leaves out: D is larger than n, so they score all classes for each example.
+    slow: tuple[str, ...] = ()
+    #: Instead of files: items, users and interactions of each, to be made as by `manyclass synth`.
+    made: tuple[int, int, int] | None = None
 
 
 DATASETS = {
@@ -53,25 +58,34 @@ DATASETS = {
             # The paper's schedule would be done with learning before a short run has begun.
             "quick": "--lr 20 --clip 0.25 --schedule linear --steps 800 --eval-examples 5000",
         },
-        ("uniform", "unigram", "bigram", "quadratic", "quartic", "softmax"),
-        (10, 40, 160),
         perplexity=True,
     ),
     "beauty": Dataset(
         "Amazon Beauty, 12k items",
         {"--interactions": "sequences.txt*"},
-        "next-item --model feed-forward --user-first --features 64 --dropout 0 --batch 256 --lr 0.05",
-        {"paper": "--epochs 39 --evaluations 39 --eval-examples 30000", "quick": "--steps 1200 --eval-examples 5000"},
-        PAPER_SAMPLERS,
-        (10, 40, 160),
+        f"{NEXT_ITEM} 256 --user-first",
+        {"paper": "--epochs 39 --evaluations 39 --eval-examples 30000", "quick": "--steps 800 --eval-examples 5000"},
     ),
     "diginetica": Dataset(
         "Diginetica, 43k items",
         {"--interactions": "train.txt*", "--heldout": "test.txt*"},
-        "next-item --model feed-forward --features 64 --dropout 0 --batch 512 --lr 0.05",
-        {"paper": "--epochs 39 --evaluations 39 --eval-examples 60000", "quick": "--steps 600 --eval-examples 5000"},
-        PAPER_SAMPLERS,
-        (10, 40, 160),
+        f"{NEXT_ITEM} 512",
+        {
+            "paper": "--epochs 39 --evaluations 39 --eval-examples 60000",
+            "quick": "--steps 500 --evaluations 6 --eval-examples 3000",
+        },
+        slow=("quartic",),
+    ),
+    "synth": Dataset(
+        "Synthetic, 82k items",
+        {},
+        f"{NEXT_ITEM} 256",
+        {
+            "paper": "--epochs 39 --evaluations 39 --eval-examples 50000",
+            "quick": "--steps 250 --evaluations 6 --eval-examples 3000",
+        },
+        slow=("quartic",),
+        made=(100_000, 50_000, 20),
     ),
 }
 
@@ -85,17 +99,20 @@ class Preset(NamedTuple):
     #: Runs of each sampler, and of the full softmax, whose spread tells what is noise.
     seeds: int
     baselines: int
+    #: Whether slow samplers are left out.
+    hurry: bool
     note: str
 
 
 PRESETS = {
-    "paper": Preset((10, 20, 40, 80, 160, 320, 640, 1280), (640, 1280, 2560, 5120), 1, 3, "the paper's setting"),
+    "paper": Preset((10, 20, 40, 80, 160, 320, 640, 1280), (640, 1280, 2560, 5120), 1, 3, False, "the paper's setting"),
     "quick": Preset(
         (10, 40, 160, 640),
         (640, 2560),
         1,
         2,
-        "quick preset: 800, 1200, 600 steps (0.6, 2, 0.4 epochs), no dropout; the paper trains to convergence",
+        True,
+        "quick preset: few steps, few m, no dropout, a part of the held-out data; the paper trains to convergence",
     ),
 }
 
@@ -131,25 +148,42 @@ def points(dataset: str, preset: Preset) -> list[Point]:
         for prediction in ("softmax", "absolute")
         for seed in range(preset.baselines)
     ]
-    for sampler in (*DATASETS[dataset].samplers, "blocks", POOLED):
+    for sampler in (*SAMPLERS, "blocks", POOLED):
+        if preset.hurry and sampler in DATASETS[dataset].slow:
+            continue
         prediction = "absolute" if sampler in ABSOLUTE else "softmax"
         numbers = preset.pools if sampler == POOLED else preset.negatives
         found += [Point(dataset, sampler, prediction, m, seed) for m in numbers for seed in range(preset.seeds)]
     return found
 
 
-def command(point: Point, preset: str, data: Path, out: Path) -> list[str]:
+def command(point: Point, preset: str, files: Mapping[str, Path], out: Path) -> list[str]:
     """The options of `manyclass train` for a run."""
     dataset = DATASETS[point.dataset]
     options = [*dataset.options.split(), *dataset.presets[preset].split()]
-    for option, pattern in dataset.files.items():
-        options += [option, str(_find(data, point.dataset, pattern))]
+    for option, file in files.items():
+        options += [option, str(file)]
     options += ["--sampler", point.sampler.split(",")[0], "--prediction", point.prediction]
     if point.negatives is not None:
         options += ["--num-samples", str(point.negatives)]
     if point.sampler == "blocks":
         options += ["--scope", "example"]
     return [*options, "--seed", str(point.seed), "--threads", "1", "--out", str(out), "--resume"]
+
+
+def sources(name: str, data: Path | None, out: Path) -> dict[str, Path]:
+    """The files of a data set, each with its option: found below ``data``, or made below ``out``."""
+    dataset = DATASETS[name]
+    if dataset.made:
+        file = out / name / "interactions.txt"
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            items, users, length = dataset.made
+            synthesise(file, items=items, users=users, length=length)
+        return {"--interactions": file}
+    if data is None:
+        raise ValueError(f"--data must be the folder with the files of {name}; only --dataset synth needs none")
+    return {option: _find(data, name, pattern) for option, pattern in dataset.files.items()}
 
 
 def _find(data: Path, dataset: str, pattern: str) -> Path:
@@ -160,11 +194,11 @@ def _find(data: Path, dataset: str, pattern: str) -> Path:
     raise FileNotFoundError(f"no file {pattern} in {data} or {data / dataset}")
 
 
-def sweep(names: Sequence[str], preset: str, data: Path, out: Path, jobs: int, console: Console) -> list[Curve]:
+def sweep(names: Sequence[str], preset: str, data: Path | None, out: Path, jobs: int, console: Console) -> list[Curve]:
     """Train what is not trained yet, ``jobs`` runs at a time, one thread each; returns all curves."""
     waiting = [point for name in names for point in points(name, PRESETS[preset])]
-    for point in waiting:
-        command(point, preset, data, out)  # all files are there
+    with console.status("data"):
+        files = {name: sources(name, data, out) for name in names}
     total = len(waiting)
     done = [point for point in waiting if _result(out, point).exists()]
     waiting = [point for point in waiting if point not in done]
@@ -177,7 +211,7 @@ def sweep(names: Sequence[str], preset: str, data: Path, out: Path, jobs: int, c
             while waiting or running:
                 while waiting and len(running) < jobs:
                     point = waiting.pop(0)
-                    running[point] = _launch(point, preset, data, out)
+                    running[point] = _launch(point, preset, files[point.dataset], out)
                 for point, process in list(running.items()):
                     if process.poll() is not None:
                         del running[point]
@@ -202,10 +236,10 @@ def _result(out: Path, point: Point) -> Path:
     return out / point.dataset / f"{point.name}.csv"
 
 
-def _launch(point: Point, preset: str, data: Path, out: Path) -> "subprocess.Popen[bytes]":
+def _launch(point: Point, preset: str, files: Mapping[str, Path], out: Path) -> "subprocess.Popen[bytes]":
     folder = _folder(out, point)
     folder.mkdir(parents=True, exist_ok=True)
-    arguments = [sys.executable, "-m", "manyclass", "train", *command(point, preset, data, folder)]
+    arguments = [sys.executable, "-m", "manyclass", "train", *command(point, preset, files, folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1"}
     with (folder / "log.txt").open("wb") as log:
         return subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT, env=environment)

@@ -1,7 +1,7 @@
 """One rank's part of the sum over classes: its drawn classes, for the examples of all ranks."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import functional, ops
-from ..fused import row_gradient
+from ..fused import native_pool, select_rows
 from . import collectives
 
 # The log-count of an empty slot: finite, so that a stratum of empty slots has a finite gradient, 0.
@@ -40,79 +40,6 @@ class Replicas:
             values = values.new_zeros(len(rows), values.shape[1]).index_add_(0, place, values) / ranks
         self.touched(rows)
         return rows, values
-
-
-class _Rows(torch.autograd.Function):
-    """``weight[rows]`` for sorted, distinct ``rows``; its gradient is the mean over replicas."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, rows: Tensor, sparse: bool, replicas: Replicas) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.weight, ctx.sparse, ctx.replicas = weight, sparse, replicas
-        return weight[rows]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore
-        rows, values = ctx.replicas.mean(*ctx.saved_tensors, grads[0])
-        return row_gradient(ctx.weight, rows, values, ctx.sparse), None, None, None
-
-
-class _NativePool(torch.autograd.Function):
-    """`sampled` for a pool: the loss kernel, in which examples without a positive have a log-sum-exp as their loss."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        pool: Tensor,
-        log_count: Tensor,
-        absolute: bool,
-        sparse: bool,
-        replicas: Replicas,
-    ) -> tuple[Tensor, Tensor]:
-        own = target >= 0
-        drawn, positives = weight[pool], weight[target[own]]
-        logits = query @ drawn.T
-        positive = _spread((query[own] * positives).sum(dim=-1), own)
-        if bias is not None:
-            logits += bias[pool].T
-            positive[own] += bias[target[own]].squeeze(-1)
-        losses, slopes = torch.ops.manyclass.pooled_loss_(
-            logits, positive, log_count.contiguous(), pool.contiguous(), target.contiguous(), absolute
-        )
-        ctx.save_for_backward(query, target, pool, drawn, positives, logits, slopes)
-        ctx.weight, ctx.bias, ctx.sparse, ctx.replicas = weight, bias, sparse, replicas
-        ctx.sign = positive.sign() if absolute else own.to(positive.dtype)
-        output = positive * ctx.sign
-        return losses + output, output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        query, target, pool, drawn, positives, logits, slopes = ctx.saved_tensors
-        of_sum, of_positive = grads
-        own = target >= 0
-        of_positive = (of_sum * (slopes + ctx.sign) + of_positive * ctx.sign)[own].unsqueeze(-1)
-        query_grad = (logits @ drawn).mul_(of_sum.unsqueeze(-1))
-        query_grad[own] += of_positive * positives
-        rows, place = torch.unique(torch.cat([target[own], pool]), return_inverse=True)
-
-        def gradient(table: Tensor, of_target: Tensor, of_pool: Tensor) -> Tensor:
-            values = of_pool.new_zeros(len(rows), of_pool.shape[1])
-            values.index_add_(0, place, torch.cat([of_target, of_pool]))
-            everyones, values = ctx.replicas.mean(rows, values)
-            return row_gradient(table, everyones, values, ctx.sparse)
-
-        weighted = of_sum.unsqueeze(-1) * query
-        weight_grad = gradient(ctx.weight, of_positive * query[own], logits.T @ weighted)
-        bias_grad = None
-        if ctx.bias is not None:
-            bias_grad = gradient(ctx.bias, of_positive, logits.T @ of_sum.unsqueeze(-1))
-        return query_grad, weight_grad, bias_grad, None, None, None, None, None, None
 
 
 class _Whole(torch.autograd.Function):
@@ -147,19 +74,20 @@ def sampled(
     Both ``(batch,)``. The sum of the first over shards, in the log domain, less the sum of the second is the loss.
     """
     if ids.dim() == 1 and ops.native_for(query, weight):
-        absolute = prediction == "absolute"
-        return _NativePool.apply(query, weight, bias, target, ids, log_count, absolute, sparse, replicas)  # pyright: ignore
+        options: Any = {"prediction": prediction, "sparse": sparse, "exchange": replicas.mean}
+        loss, positive = native_pool(query, weight, bias, target, ids, log_count, **options)
+        return loss + positive, positive
     own = target >= 0
     rows, place = torch.unique(torch.cat([target[own], ids.flatten()]), return_inverse=True)
     positives, negatives = place[: int(own.sum())], place[int(own.sum()) :].view(ids.shape)
-    drawn = _select(weight, rows, sparse, replicas).to(query.dtype)
+    drawn = select_rows(weight, rows, sparse, replicas.mean).to(query.dtype)
     positive = (query[own] * F.embedding(positives, drawn)).sum(dim=-1)
     if ids.dim() == 1:
         negative = query @ F.embedding(negatives, drawn).T
     else:
         negative = torch.einsum("bd,bkd->bk", query, F.embedding(negatives, drawn))
     if bias is not None:
-        offsets = _select(bias, rows, sparse, replicas).to(query.dtype).squeeze(-1)
+        offsets = select_rows(bias, rows, sparse, replicas.mean).to(query.dtype).squeeze(-1)
         positive, negative = positive + offsets[positives], negative + offsets[negatives]
     positive, negative = (functional.output(part, prediction) for part in (positive, negative))
     log_count = log_count.clamp(max=EMPTY).masked_fill(ids == target.unsqueeze(-1), EMPTY)
@@ -207,7 +135,3 @@ def _with_positive(negative: Tensor, positive: Tensor, own: Tensor) -> tuple[Ten
 
 def _spread(values: Tensor, where: Tensor) -> Tensor:
     return values.new_zeros(where.shape).masked_scatter(where, values)
-
-
-def _select(weight: Tensor, rows: Tensor, sparse: bool, replicas: Replicas) -> Tensor:
-    return cast(Tensor, _Rows.apply(weight, rows, sparse, replicas))
