@@ -182,6 +182,9 @@ def test_wrong_folders_get_one_line(tmp_path, monkeypatch, capsys):
     assert "no file ptb.train.txt* in" in fails(
         monkeypatch, capsys, "reproduce", "bias", "--data", tmp_path, "--out", tmp_path / "out"
     )
+    assert "--data must be the folder with the files of ptb" in fails(
+        monkeypatch, capsys, "reproduce", "bias", "--out", tmp_path / "out"
+    )
     assert "--dataset must be one of" in fails(
         monkeypatch, capsys, "reproduce", "bias", "--dataset", "x", "--data", tmp_path, "--out", tmp_path / "out"
     )
