@@ -112,7 +112,8 @@ PRESETS = {
         1,
         2,
         True,
-        "quick preset: few steps, few m, no dropout, a part of the held-out data; the paper trains to convergence",
+        "quick preset: few steps, few m, no dropout, a part of the held-out data, quartic on small sets only; "
+        "the paper trains to convergence",
     ),
 }
 
