@@ -194,9 +194,8 @@ def test_rows_of_absent_positives_get_no_gradient(prediction):
     """A row that only −1 stands for must not be touched: an optimizer with momentum would move it."""
     query, weight, offsets, _, _, _ = problem(4, 20, 6, 5, True)
     target, pool, log_count = torch.tensor([-1, 3, -1, 7]), torch.tensor([2, 7, 9, 11, 12]), torch.linspace(-1, 1, 5)
-    sum_of, found = fused.native_pool(
-        query, weight, offsets, target, pool, log_count, prediction=prediction, sparse=True
-    )
+    absolute = prediction == "absolute"
+    sum_of, found = fused.native_pool(query, weight, offsets, target, pool, log_count, absolute, True, None)
     (sum_of.sum() + 2 * found.sum()).backward()
     assert weight.grad._indices().flatten().tolist() == [2, 3, 7, 9, 11, 12]
     exact = [leaf.detach().double().requires_grad_() for leaf in (query, weight, offsets)]

@@ -33,9 +33,9 @@ def data(tmp_path, monkeypatch):
         "synth": "next-item --model feed-forward " + SHORT,
     }
     for name, options in small.items():
-        changed = reproduce.DATASETS[name]._replace(options=options, presets={"quick": ""})
+        made = reproduce.DATASETS[name].made and (40, 30, 6)
+        changed = reproduce.DATASETS[name]._replace(options=options, presets={"quick": ""}, made=made)
         monkeypatch.setitem(reproduce.DATASETS, name, changed)
-    monkeypatch.setitem(reproduce.DATASETS, "synth", changed._replace(made=(40, 30, 6)))
     monkeypatch.setattr(reproduce, "SAMPLERS", ("quadratic",))
     monkeypatch.setattr(figures, "FIXED", TINY.negatives)
     monkeypatch.setitem(reproduce.PRESETS, "quick", TINY)

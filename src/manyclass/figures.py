@@ -41,7 +41,7 @@ def draw(figure: str, curves: Sequence[Curve], out: Path, note: str) -> list[Pat
 def bias(curves: Sequence[Curve], file: Path, note: str) -> None:
     """Figure 2: final quality against the number of negatives, one panel per data set."""
     names = _datasets(curves)
-    figure, panels = _figure(*((2, 2) if len(names) == 4 else (1, len(names))), note)
+    figure, panels = _figure(len(names), note)
     for name, axes in zip(names, panels, strict=True):
         own = [curve for curve in curves if curve.point.dataset == name]
         for sampler, (colour, marker) in STYLES.items():
@@ -67,11 +67,10 @@ def samples(curves: Sequence[Curve], file: Path, note: str, against: str = "epoc
     """Figure 3 and its appendix: convergence for varying numbers of negatives, one panel per sampler."""
     name = curves[0].point.dataset
     found = [sampler for sampler in STYLES if any(curve.point.sampler == sampler for curve in curves)]
-    columns = 4 if len(found) > 5 else len(found)
-    figure, panels = _figure(math.ceil(len(found) / columns), columns, note)
+    figure, panels = _figure(len(found), note)
     numbers = sorted({curve.point.negatives for curve in curves if curve.point.negatives})
     shade = _shades(len(numbers))
-    for sampler, axes in zip(found, panels, strict=False):
+    for sampler, axes in zip(found, panels, strict=True):
         own = [curve for curve in curves if curve.point.sampler == sampler and curve.point.seed == 0]
         for curve in own:
             colour = shade(numbers.index(curve.point.negatives or 0))
@@ -82,15 +81,13 @@ def samples(curves: Sequence[Curve], file: Path, note: str, against: str = "epoc
         axes.legend(fontsize="small")
         points = {f"m = {curve.point.negatives}": curve.point for curve in own}
         _range(axes, curves, name, f"{_title(name)}: {sampler}", points)
-    for axes in panels[len(found) :]:
-        axes.remove()
     figure.savefig(file, dpi=110)
 
 
 def distributions(curves: Sequence[Curve], file: Path, note: str, against: str = "epoch") -> None:
     """Figure 4 and its appendix: convergence of the samplers at a fixed number of negatives, one panel per number."""
     name = curves[0].point.dataset
-    figure, panels = _figure(1, len(FIXED), note)
+    figure, panels = _figure(len(FIXED), note)
     for number, axes in zip(FIXED, panels, strict=True):
         for sampler, (colour, marker) in STYLES.items():
             for curve in curves:
@@ -109,12 +106,18 @@ def distributions(curves: Sequence[Curve], file: Path, note: str, against: str =
     figure.savefig(file, dpi=110)
 
 
-def _figure(rows: int, columns: int, note: str) -> tuple[Any, list[Any]]:
+def _figure(count: int, note: str) -> tuple[Any, list[Any]]:
+    """A figure with ``count`` panels."""
     from matplotlib.figure import Figure
 
+    columns = 2 if count == 4 else min(count, 4)
+    rows = math.ceil(count / columns)
     figure = Figure(figsize=(4.6 * columns, 3.9 * rows + 0.4), layout="constrained")
     figure.suptitle(note, fontsize="small", color="#555555")
-    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for spare in panels[count:]:
+        spare.remove()
+    return figure, panels[:count]
 
 
 def _range(axes: Any, curves: Sequence[Curve], name: str, title: str, points: dict[str, Point]) -> None:

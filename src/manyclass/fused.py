@@ -52,29 +52,9 @@ def pooled_losses(
     The pool may hold the positive of an example, which then does not count as its negative.
     """
     if ops.native_for(query, weight):
-        return native_pool(query, weight, bias, target, pool, log_count, prediction=prediction, sparse=sparse)[0]
+        absolute = prediction == "absolute"
+        return native_pool(query, weight, bias, target, pool, log_count, absolute, sparse, None)[0]
     return reference_pooled_losses(query, weight, bias, target, pool, log_count, prediction=prediction, sparse=sparse)
-
-
-def native_pool(
-    query: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    pool: Tensor,
-    log_count: Tensor,
-    *,
-    prediction: str,
-    sparse: bool,
-    exchange: Exchange | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`pooled_losses` by the native kernel, and the outputs of the positives, both ``(batch,)``.
-
-    An example with target −1 has no positive: the log-sum-exp of its corrected negatives stands for its loss, and its
-    output is 0.
-    """
-    absolute = prediction == "absolute"
-    return _NativePool.apply(query, weight, bias, target, pool, log_count, absolute, sparse, exchange)  # pyright: ignore
 
 
 def reference_pooled_losses(
@@ -156,7 +136,11 @@ class _Native(torch.autograd.Function):
 
 
 class _NativePool(torch.autograd.Function):
-    """The same for a pool: torch's matrix products, and one native pass over the logits that leaves their slopes."""
+    """The same for a pool: torch's matrix products, and one native pass over the logits that leaves their slopes.
+
+    Returns the losses and the outputs of the positives, both ``(batch,)``. An example with target −1 has no positive:
+    the log-sum-exp of its corrected negatives stands for its loss, and its output is 0.
+    """
 
     @staticmethod
     def forward(
@@ -202,6 +186,9 @@ class _NativePool(torch.autograd.Function):
         weight_grad = gradient(ctx.weight, of_positive * query, logits.T @ (grad * query))
         bias_grad = None if ctx.bias is None else gradient(ctx.bias, of_positive, logits.T @ grad)
         return query_grad, weight_grad, bias_grad, None, None, None, None, None, None
+
+
+native_pool: Callable[..., tuple[Tensor, Tensor]] = _NativePool.apply  # pyright: ignore[reportAssignmentType]
 
 
 class _SelectRows(torch.autograd.Function):

@@ -74,8 +74,8 @@ def sampled(
     Both ``(batch,)``. The sum of the first over shards, in the log domain, less the sum of the second is the loss.
     """
     if ids.dim() == 1 and ops.native_for(query, weight):
-        options: Any = {"prediction": prediction, "sparse": sparse, "exchange": replicas.mean}
-        loss, positive = native_pool(query, weight, bias, target, ids, log_count, **options)
+        arguments = (query, weight, bias, target, ids, log_count, prediction == "absolute", sparse, replicas.mean)
+        loss, positive = native_pool(*arguments)
         return loss + positive, positive
     own = target >= 0
     rows, place = torch.unique(torch.cat([target[own], ids.flatten()]), return_inverse=True)
