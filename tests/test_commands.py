@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 from manyclass import __main__
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1"}
+# A crash of native code tells where it was.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 def command(*arguments):

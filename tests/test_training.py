@@ -179,6 +179,20 @@ def test_a_failed_reading_leaves_no_run(tmp_path):
     assert training.prepare("lm", settings).num_classes == 3
 
 
+def test_only_one_process_writes_a_run(tmp_path):
+    """While it reads, while it trains, and when the other would resume it; nothing of the other's is left."""
+    run = Run(tmp_path / "run")
+    with run.alone():
+        with pytest.raises(ValueError, match=r"run: another process is writing a run there$"):
+            train("lm", tmp_path, steps=2)
+        assert list(run.folder.iterdir()) == []
+    rows, task = train("lm", tmp_path, steps=2)
+    task.settings.resume = True
+    with run.alone(), pytest.raises(ValueError, match="another process is writing a run there"):
+        training.train(task)
+    assert train("lm", tmp_path, steps=2, resume=True)[0] == rows
+
+
 def test_text_is_walked_along(tmp_path):
     task = training.prepare("lm", settings_of("lm", tmp_path))
     streams = np.asarray(task.streams)

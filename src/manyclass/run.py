@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .atomic import replacing
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows has no locks that end with their process
+    fcntl = None
 
 CHECKPOINT = "checkpoint-"
 
@@ -49,6 +55,23 @@ class Run:
     def exists(self) -> bool:
         """Whether a run has begun here."""
         return (self.folder / "config.json").exists()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other processes from writing a run into this folder at the same time; whoever dies lets go of it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if fcntl is None:
+            yield
+            return
+        descriptor = os.open(self.folder, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"{self.folder}: another process is writing a run there") from None
+            yield
+        finally:
+            os.close(descriptor)
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         """Write ``name``, such as ``config.json``."""

@@ -5,7 +5,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -67,18 +67,19 @@ def _prepare(name: str, settings: Settings, advance: Advance) -> Task[Any]:
             new, old = settings.to_json()[option], config["settings"].get(option)
             raise ValueError(f"{settings.out} was begun with {option}={old}, so it cannot go on with {option}={new}")
         return kind(settings, run.data, Vocabulary.read(run.vocabulary))
-    try:
-        with replacing(run.data) as temporary:
-            temporary.mkdir()
-            vocabulary = kind.prepare(settings, temporary, advance)
-            task = kind(settings, temporary, vocabulary)  # complains if it cannot be trained on
-            if run.data.exists():  # of a run that was stopped before it had begun
-                shutil.rmtree(run.data)
-    except BaseException:
-        with suppress(OSError):  # leave nothing behind
-            settings.out.rmdir()
-        raise
-    vocabulary.write(run.vocabulary)
+    with run.alone():
+        try:
+            with replacing(run.data) as temporary:
+                temporary.mkdir()
+                vocabulary = kind.prepare(settings, temporary, advance)
+                task = kind(settings, temporary, vocabulary)  # complains if it cannot be trained on
+                if run.data.exists():  # of a run that was stopped before it had begun
+                    shutil.rmtree(run.data)
+        except BaseException:
+            with suppress(OSError):  # leave nothing behind
+                settings.out.rmdir()
+            raise
+        vocabulary.write(run.vocabulary)
     return task  # its files have a new name, but stay mapped into memory
 
 
@@ -87,8 +88,13 @@ def train(task: Task[Any], observer: Observer | None = None) -> list[Metrics]:
 
     A run is a function of its settings: stopped at any moment and resumed, it ends with the same numbers.
     """
-    settings, observer, run = task.settings, observer or Observer(), Run(task.settings.out)
-    processes = Processes(*task.part)
+    run, processes = Run(task.settings.out), Processes(*task.part)
+    with run.alone() if processes.first else nullcontext():
+        return _train(task, observer or Observer(), run, processes)
+
+
+def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) -> list[Metrics]:
+    settings = task.settings
     torch.manual_seed(settings.seed)
     model = Model(task, settings)
     if processes.first and not run.exists():  # not before: what no model can be made of is no run
