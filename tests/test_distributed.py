@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from manyclass import SampledSoftmax
+from manyclass.distributed import collectives, data_parallel
 from manyclass.processes import leave
 
 N, D = 40, 6
@@ -31,7 +31,7 @@ def train(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.manual_seed(0)
-    model = DistributedDataParallel(Model())
+    model = data_parallel(Model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     query, target, generator = data(rank)
     for _ in range(3):
@@ -40,7 +40,34 @@ def train(rank: int, folder: str) -> None:
         assert model.module.head.weight.grad.is_sparse
         optimizer.step()
     torch.save(model.module.state_dict(), f"{folder}/{rank}.pt")
+    accumulate(rank)
     leave(0)
+
+
+def accumulate(rank: int) -> None:
+    """Two backward passes, the second of which exchanges: the mean of the sums, also where a rank has no rows."""
+    exchanged = set()
+    collectives.observer = lambda what, size: exchanged.add(what)
+    inputs = [[[5, 1, 1], []], [[5, 2], []]]  # of both passes, of both ranks
+    model = data_parallel(nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Linear(3, 2)))
+    single = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 2))
+    single.load_state_dict(model.module.state_dict())
+
+    def step(module: nn.Module, ids: list[int]) -> None:
+        module(torch.tensor(ids, dtype=torch.long)).sum().backward()
+
+    with model.no_sync():
+        step(model, inputs[0][rank])
+    assert "sparse gradients" not in exchanged
+    step(model, inputs[1][rank])
+    assert "sparse gradients" in exchanged  # not by torch, whose way can crash
+    for ids in [*inputs[0], *inputs[1]]:
+        step(single, ids)
+    found = model.module[0].weight.grad
+    assert found.is_coalesced()
+    assert found.indices().tolist() == [[1, 2, 5]]
+    torch.testing.assert_close(found.to_dense(), single[0].weight.grad / 2)
+    torch.testing.assert_close(model.module[1].weight.grad, single[1].weight.grad / 2)
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")

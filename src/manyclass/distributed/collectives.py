@@ -72,6 +72,16 @@ def gathered_rows(parts: list[Tensor], group: dist.ProcessGroup, what: str) -> t
     return [all_of(part) for part in parts], rows
 
 
+def mean_rows(rows: Tensor, values: Tensor, group: dist.ProcessGroup, what: str) -> tuple[Tensor, Tensor]:
+    """The mean over ranks of sparse gradients: distinct ``rows (rows,)``, then sorted, and ``values (rows, width)``."""
+    (rows, values), counts = gathered_rows([rows, values], group, what)
+    rows, place = torch.unique(rows, return_inverse=True)
+    total = values.new_zeros(len(rows), values.shape[1])
+    for part, where in zip(values.split(counts), place.split(counts), strict=True):
+        total.index_add_(0, where, part)  # rank by rank: the same bits everywhere
+    return rows, total / len(counts)
+
+
 def _all_to_all(sent: Tensor, give: list[int], take: list[int], group: dist.ProcessGroup, what: str) -> Tensor:
     """Give each rank the next so many rows of ``sent``, and take so many from it: ``(sum(take), width)``."""
     width, rank = sent.shape[1], dist.get_rank(group)

@@ -2,10 +2,15 @@
 
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ..head import SampledSoftmax
+from .collectives import mean_rows
 from .head import ShardedSampledSoftmax
 
 
@@ -13,7 +18,8 @@ def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
     """`DistributedDataParallel` for a model with a `SampledSoftmax` or a `ShardedSampledSoftmax` in it.
 
     Sharded class weights stay each rank's own, and no rank sends its sampler's statistics to the others at every step:
-    each finds them from the class weights. ``options`` are those of `DistributedDataParallel`.
+    each finds them from the class weights. Sparse gradients are gathered, with any backend, by a communication hook,
+    so that a model that has them takes no other hook. ``options`` are those of `DistributedDataParallel`.
     """
     ignored = []
     for prefix, layer in model.named_modules():
@@ -23,4 +29,26 @@ def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
                 names += [name for name, _ in layer.named_parameters()]
             ignored += [f"{prefix}.{name}" if prefix else name for name in names]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-    return DistributedDataParallel(model, **options)
+    parallel = DistributedDataParallel(model, **options)
+    if any(
+        isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and f"{prefix}.weight" not in ignored
+        for prefix, layer in model.named_modules()
+    ):
+        parallel.register_comm_hook(parallel.process_group, _mean)
+    return parallel
+
+
+def _mean(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:  # pyright: ignore
+    """The mean over ranks of a bucket of gradients.
+
+    Not by torch's all-reduce where they are sparse: NCCL has none, and gloo's can crash. Its two threads then note the
+    name of what they did last in one string, without a lock, and this name is too long to be kept in place.
+    """
+    grad = bucket.buffer()
+    if not grad.is_sparse:
+        return allreduce_hook(group, bucket)
+    own = grad.coalesce()
+    rows, values = mean_rows(own.indices()[0], own.values(), group, "sparse gradients")
+    done: Future[Tensor] = Future()
+    done.set_result(torch.sparse_coo_tensor(rows.unsqueeze(0), values, grad.shape, is_coalesced=True))
+    return done

@@ -34,10 +34,7 @@ class Replicas:
     def mean(self, rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The mean over the ranks of sparse gradients: sorted, distinct rows and their values."""
         if self.group is not None:
-            ranks = dist.get_world_size(self.group)
-            (rows, values), _ = collectives.gathered_rows([rows, values], self.group, "gradients of class weights")
-            rows, place = torch.unique(rows, return_inverse=True)
-            values = values.new_zeros(len(rows), values.shape[1]).index_add_(0, place, values) / ranks
+            rows, values = collectives.mean_rows(rows, values, self.group, "gradients of class weights")
         self.touched(rows)
         return rows, values
 
