@@ -41,8 +41,8 @@ def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
 def _mean(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:  # pyright: ignore
     """The mean over ranks of a bucket of gradients.
 
-    Not by torch's all-reduce where they are sparse: NCCL has none, and gloo's can crash. Its two threads then note the
-    name of what they did last in one string, without a lock, and this name is too long to be kept in place.
+    Not by torch's all-reduce where they are sparse: released NCCLs have none, and gloo's can crash. Its two threads
+    note the name of what they did last in one string, without a lock, and this name is too long to be kept in place.
     """
     grad = bucket.buffer()
     if not grad.is_sparse:
