@@ -69,6 +69,8 @@ class Run:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ValueError(f"{self.folder}: another process is writing a run there") from None
+            except OSError:  # a file system without locks
+                pass
             yield
         finally:
             os.close(descriptor)
