@@ -1,5 +1,7 @@
 """Data parallel training on two gloo processes, with sparse gradients."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ def data(rank: int):
 
 
 def train(rank: int, folder: str) -> None:
+    warnings.simplefilter("error")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.manual_seed(0)

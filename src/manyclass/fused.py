@@ -230,5 +230,9 @@ def _row_gradient(
 
     if weight.is_leaf:
         torch.autograd.Variable._execution_engine.queue_callback(mark_coalesced)  # pyright: ignore
-    indices, shape = rows.unsqueeze(0), weight.shape
-    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
+    return sparse_rows(rows, values, weight.shape)
+
+
+def sparse_rows(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    """A coalesced sparse matrix of sorted, distinct ``rows``, which are not checked."""
+    return torch.sparse_coo_tensor(rows.unsqueeze(0), values, shape, is_coalesced=True, check_invariants=False)

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from ..fused import sparse_rows
 from ..head import SampledSoftmax
 from .collectives import mean_rows
 from .head import ShardedSampledSoftmax
@@ -50,5 +50,5 @@ def _mean(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]: 
     own = grad.coalesce()
     rows, values = mean_rows(own.indices()[0], own.values(), group, "sparse gradients")
     done: Future[Tensor] = Future()
-    done.set_result(torch.sparse_coo_tensor(rows.unsqueeze(0), values, grad.shape, is_coalesced=True))
+    done.set_result(sparse_rows(rows, values, grad.shape))
     return done
