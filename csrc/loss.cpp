@@ -20,31 +20,50 @@ using namespace manyclass;
 // The log of a sum of nothing: finite, so that its slopes, zero, can be multiplied with.
 constexpr float kNothing = -1e30f;
 
-void check_classes(const Tensor& classes, int64_t limit, const char* op) {
+void check_classes(const Tensor& classes, int64_t least, int64_t limit, const char* op) {
   const auto* data = classes.const_data_ptr<int64_t>();
-  const bool inside = std::all_of(data, data + classes.numel(), [&](int64_t id) { return 0 <= id && id < limit; });
-  STD_TORCH_CHECK(inside, op, ": classes must be in [0, ", limit, ")");
+  const bool inside = std::all_of(data, data + classes.numel(), [&](int64_t id) { return least <= id && id < limit; });
+  STD_TORCH_CHECK(inside, op, ": classes must be in [", least, ", ", limit, ")");
 }
 
+// The loss of examples with negatives of their own and a pool that they share.
+// logits: (batch, pool), those of the pool, replaced by the derivatives of the loss
 // query: (batch, columns)   weight: (num_classes, columns)   bias: (num_classes,) or (0,)
-// classes: (batch, 1 + negatives), the positive first   log_count: (batch, negatives)
-// -> losses (batch,), their derivatives by the logits, shape of classes, and by the query, shape of query
-std::tuple<Tensor, Tensor, Tensor> sampled_loss(const Tensor& query, const Tensor& weight, const Tensor& bias,
-                                                const Tensor& classes, const Tensor& log_count, bool absolute) {
-  const char* op = "sampled_loss";
+// classes: (batch, 1 + own), the positive first, or −1   log_count: (batch, own)   pool_log_count: (pool,)
+// hidden: (2, pairs): examples and slots of the pool that are empty for them
+// -> losses (batch,); outputs of the positives (batch,); derivatives by the logits of the classes, and of these logits' part
+//    by the query (batch, columns)
+// Without a positive the loss is the log-sum-exp of the corrected negatives, and its output 0.
+std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_loss_(const Tensor& logits, const Tensor& query, const Tensor& weight,
+                                                         const Tensor& bias, const Tensor& classes,
+                                                         const Tensor& log_count, const Tensor& pool_log_count,
+                                                         const Tensor& hidden, bool absolute) {
+  const char* op = "sampled_loss_";
+  check(logits, ScalarType::Float, 2, op, "logits");
   check(query, ScalarType::Float, 2, op, "query");
   check(weight, ScalarType::Float, 2, op, "weight");
   check(bias, ScalarType::Float, 1, op, "bias");
   check(classes, ScalarType::Long, 2, op, "classes");
   check(log_count, ScalarType::Float, 2, op, "log_count");
-  const int64_t batch = query.size(0), columns = query.size(1), slots = classes.size(1);
+  check(pool_log_count, ScalarType::Float, 1, op, "pool_log_count");
+  check(hidden, ScalarType::Long, 2, op, "hidden");
+  const int64_t batch = query.size(0), columns = query.size(1), slots = classes.size(1), shared = logits.size(1);
   STD_TORCH_CHECK(weight.size(1) == columns, op, ": query and weight differ in columns");
   STD_TORCH_CHECK(bias.numel() == 0 || bias.numel() == weight.size(0), op, ": bias must have one entry per class");
   STD_TORCH_CHECK(classes.size(0) == batch && log_count.size(0) == batch && log_count.size(1) + 1 == slots, op,
-                  ": classes must be (batch, 1 + negatives) and log_count (batch, negatives)");
-  check_classes(classes, weight.size(0), op);
+                  ": classes must be (batch, 1 + own) and log_count (batch, own)");
+  STD_TORCH_CHECK(logits.size(0) == batch && pool_log_count.numel() == shared, op,
+                  ": logits must be (batch, pool) and pool_log_count (pool,)");
+  check_classes(classes, -1, weight.size(0), op);
+  const int64_t pairs = hidden.size(1);
+  const auto* hidden_data = hidden.const_data_ptr<int64_t>();
+  STD_TORCH_CHECK(hidden.size(0) == 2, op, ": hidden must be (2, pairs)");
+  for (int64_t i = 0; i < pairs; ++i) {
+    const int64_t row = hidden_data[i], slot = hidden_data[pairs + i];
+    STD_TORCH_CHECK(0 <= row && row < batch && 0 <= slot && slot < shared, op, ": hidden out of range");
+  }
 
-  Tensor losses = torch::stable::new_empty(query, {batch});
+  Tensor losses = torch::stable::new_empty(query, {batch}), positives = torch::stable::new_empty(query, {batch});
   Tensor slopes = torch::stable::new_empty(query, {batch, slots});
   Tensor query_slopes = torch::stable::new_empty(query, {batch, columns});
   const auto* query_data = query.const_data_ptr<float>();
@@ -52,100 +71,62 @@ std::tuple<Tensor, Tensor, Tensor> sampled_loss(const Tensor& query, const Tenso
   const auto* bias_data = bias.numel() ? bias.const_data_ptr<float>() : nullptr;
   const auto* class_data = classes.const_data_ptr<int64_t>();
   const auto* count_data = log_count.const_data_ptr<float>();
+  const auto* pool_count_data = pool_log_count.const_data_ptr<float>();
+  auto* pool_data = logits.mutable_data_ptr<float>();
   auto* loss_data = losses.mutable_data_ptr<float>();
+  auto* positive_data = positives.mutable_data_ptr<float>();
   auto* slope_data = slopes.mutable_data_ptr<float>();
   auto* query_slope_data = query_slopes.mutable_data_ptr<float>();
+  const auto sign = [](float x) { return static_cast<float>((x > 0) - (x < 0)); };
 
+  std::vector<float> pool_signs(absolute ? logits.numel() : 0);
+  if (absolute) std::transform(pool_data, pool_data + logits.numel(), pool_signs.begin(), sign);
+  if (absolute) std::transform(pool_data, pool_data + logits.numel(), pool_data, [](float x) { return std::fabs(x); });
+  for (int64_t i = 0; i < pairs; ++i) pool_data[hidden_data[i] * shared + hidden_data[pairs + i]] = -INFINITY;
   torch::stable::parallel_for(0, batch, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> signs(slots);
+    std::vector<int64_t> ids(slots);
     for (int64_t row = begin; row < end; ++row) {
-      const int64_t* ids = class_data + row * slots;
+      const int64_t* own = class_data + row * slots;
       float* slope = slope_data + row * slots;
-      dots_at(query_data + row * columns, weight_data, ids, slots, columns, slope);
+      float* pool = pool_data + row * shared;
+      std::transform(own, own + slots, ids.begin(), [](int64_t id) { return std::max<int64_t>(id, 0); });
+      dots_at(query_data + row * columns, weight_data, ids.data(), slots, columns, slope);
       float largest = -INFINITY;
       for (int64_t k = 0; k < slots; ++k) {
         float logit = slope[k] + (bias_data ? bias_data[ids[k]] : 0.0f);
-        signs[k] = absolute ? static_cast<float>((logit > 0) - (logit < 0)) : 1.0f;
+        signs[k] = absolute ? sign(logit) : 1.0f;
         if (absolute) logit = std::fabs(logit);
-        slope[k] = k == 0 ? logit : logit - count_data[row * (slots - 1) + k - 1];
+        if (k > 0) logit -= count_data[row * (slots - 1) + k - 1];
+        slope[k] = own[k] < 0 ? -INFINITY : logit;
         largest = std::max(largest, slope[k]);
       }
-      const double positive = slope[0], first = std::exp(positive - largest);
-      const double rest = exp_sum(slope + 1, slots - 1, largest), total = rest + first;
-      loss_data[row] = static_cast<float>(std::log(total) + largest - positive);
-      // −rest/total and not first/total − 1: it keeps its precision where the positive takes nearly all.
-      slope[0] = signs[0] * static_cast<float>(-rest / total);
-      for (int64_t k = 1; k < slots; ++k) slope[k] = signs[k] * static_cast<float>(slope[k] / total);
-      // The rows were just read for the logits: they are still in the nearest cache.
-      combine_at(weight_data, ids, slope, slots, columns, query_slope_data + row * columns);
-    }
-  });
-  return {losses, slopes, query_slopes};
-}
-
-// The same for a pool of negatives that all examples share. logits: (batch, negatives), replaced by the derivatives
-// positive: (batch,), logits of the positives   log_count, pool: (negatives,)   target: (batch,)
-// -> losses (batch,) and their derivatives by the logit of the positive (batch,)
-// An example with target −1 has no positive; instead of a loss it gets the log-sum-exp of the corrected negatives, and
-// the derivative 0.
-std::tuple<Tensor, Tensor> pooled_loss_(const Tensor& logits, const Tensor& positive, const Tensor& log_count,
-                                        const Tensor& pool, const Tensor& target, bool absolute) {
-  const char* op = "pooled_loss_";
-  check(logits, ScalarType::Float, 2, op, "logits");
-  check(positive, ScalarType::Float, 1, op, "positive");
-  check(log_count, ScalarType::Float, 1, op, "log_count");
-  check(pool, ScalarType::Long, 1, op, "pool");
-  check(target, ScalarType::Long, 1, op, "target");
-  const int64_t batch = logits.size(0), negatives = logits.size(1);
-  STD_TORCH_CHECK(positive.numel() == batch && target.numel() == batch, op, ": positive and target must be (batch,)");
-  STD_TORCH_CHECK(log_count.numel() == negatives && pool.numel() == negatives, op,
-                  ": log_count and pool must be (negatives,)");
-  Tensor losses = torch::stable::new_empty(positive, {batch});
-  Tensor positive_slopes = torch::stable::new_empty(positive, {batch});
-  const auto* positive_data = positive.const_data_ptr<float>();
-  const auto* count_data = log_count.const_data_ptr<float>();
-  const auto* pool_data = pool.const_data_ptr<int64_t>();
-  const auto* target_data = target.const_data_ptr<int64_t>();
-  auto* slope_data = logits.mutable_data_ptr<float>();
-  auto* loss_data = losses.mutable_data_ptr<float>();
-  auto* positive_slope_data = positive_slopes.mutable_data_ptr<float>();
-
-  // Where each class stands in the pool, so that positives in it are found fast.
-  std::vector<std::pair<int64_t, int64_t>> places(negatives);
-  for (int64_t k = 0; k < negatives; ++k) places[k] = {pool_data[k], k};
-  std::sort(places.begin(), places.end());
-  const auto sign = [](float x) { return static_cast<float>((x > 0) - (x < 0)); };
-  torch::stable::parallel_for(0, batch, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> signs(absolute ? negatives : 0);
-    for (int64_t row = begin; row < end; ++row) {
-      float* slope = slope_data + row * negatives;
-      if (absolute) {
-        std::transform(slope, slope + negatives, signs.begin(), sign);
-        for (int64_t k = 0; k < negatives; ++k) slope[k] = std::fabs(slope[k]);
-      }
-      const bool alone = target_data[row] < 0;
-      const float own = alone ? -INFINITY : absolute ? std::fabs(positive_data[row]) : positive_data[row];
-      const auto hits = std::equal_range(places.begin(), places.end(), std::make_pair(target_data[row], int64_t{0}),
-                                         [](const auto& a, const auto& b) { return a.first < b.first; });
-      for (auto hit = hits.first; hit != hits.second; ++hit) slope[hit->second] = -INFINITY;
-      const float largest = subtract_max(slope, count_data, negatives, own);
+      const bool alone = own[0] < 0;
+      const double positive = alone ? 0 : slope[0];
+      positive_data[row] = static_cast<float>(positive);
+      largest = subtract_max(pool, pool_count_data, shared, largest);
       if (largest == -INFINITY) {  // neither a positive nor a slot that is not empty
-        std::fill(slope, slope + negatives, 0.0f);
+        std::fill(pool, pool + shared, 0.0f);
+        std::fill(slope, slope + slots, 0.0f);
+        std::fill(query_slope_data + row * columns, query_slope_data + (row + 1) * columns, 0.0f);
         loss_data[row] = kNothing;
-        positive_slope_data[row] = 0;
         continue;
       }
-      const double rest = exp_sum(slope, negatives, largest), first = std::exp(static_cast<double>(own) - largest);
+      const double first = alone ? 0 : std::exp(positive - largest);
+      const double rest = static_cast<double>(exp_sum(slope + 1, slots - 1, largest)) + exp_sum(pool, shared, largest);
       const double total = rest + first;
-      loss_data[row] = static_cast<float>(std::log(total) + largest - (alone ? 0 : own));
-      positive_slope_data[row] =
-          alone ? 0 : static_cast<float>(-rest / total) * (absolute ? sign(positive_data[row]) : 1.0f);
+      loss_data[row] = static_cast<float>(std::log(total) + largest - positive);
+      // −rest/total and not first/total − 1: it keeps its precision where the positive takes nearly all.
+      slope[0] = alone ? 0.0f : signs[0] * static_cast<float>(-rest / total);
       const auto scale = static_cast<float>(1 / total);
-      for (int64_t k = 0; k < negatives; ++k) slope[k] *= scale;
-      if (absolute) std::transform(slope, slope + negatives, signs.begin(), slope, std::multiplies<>());
+      for (int64_t k = 1; k < slots; ++k) slope[k] *= signs[k] * scale;
+      for (int64_t k = 0; k < shared; ++k) pool[k] *= scale;
+      if (absolute) std::transform(pool, pool + shared, pool_signs.data() + row * shared, pool, std::multiplies<>());
+      // The rows were just read for the logits: they are still in the nearest cache.
+      combine_at(weight_data, ids.data(), slope, slots, columns, query_slope_data + row * columns);
     }
   });
-  return {losses, positive_slopes};
+  return {losses, positives, slopes, query_slopes};
 }
 
 // Sorts keys and carries their positions along: least significant digit first, so equal keys keep their order.
@@ -166,22 +147,37 @@ void sort_with_positions(std::vector<int64_t>& keys, std::vector<int64_t>& posit
   }
 }
 
-// Gradients of the class weights, each row once. slopes: derivatives by the logits, shape of classes.
+// Gradients of the class weights, each row once.
+// classes: (batch, slots), −1 for none   slopes: derivatives by their logits; a slot without a slope needs no row
+// pool: (shared,)   pool_values: (shared, columns), gradients of its rows, and of the bias, pool_bias_values (shared,)
 // -> rows, sorted (rows,), their gradients (rows, columns), and those of the bias (rows, 1)
-std::tuple<Tensor, Tensor, Tensor> sampled_loss_rows(const Tensor& query, const Tensor& classes, const Tensor& slopes,
-                                                     int64_t num_classes) {
-  const char* op = "sampled_loss_rows";
+std::tuple<Tensor, Tensor, Tensor> row_gradients(const Tensor& query, const Tensor& classes, const Tensor& slopes,
+                                                 const Tensor& pool, const Tensor& pool_values,
+                                                 const Tensor& pool_bias_values, int64_t num_classes) {
+  const char* op = "row_gradients";
   check(query, ScalarType::Float, 2, op, "query");
   check(classes, ScalarType::Long, 2, op, "classes");
   check(slopes, ScalarType::Float, 2, op, "slopes");
-  const int64_t batch = query.size(0), columns = query.size(1), slots = classes.size(1);
+  check(pool, ScalarType::Long, 1, op, "pool");
+  check(pool_values, ScalarType::Float, 2, op, "pool_values");
+  check(pool_bias_values, ScalarType::Float, 1, op, "pool_bias_values");
+  const int64_t batch = query.size(0), columns = query.size(1), slots = classes.size(1), shared = pool.numel();
   STD_TORCH_CHECK(classes.size(0) == batch && slopes.size(0) == batch && slopes.size(1) == slots, op,
                   ": classes and slopes must be (batch, slots)");
-  check_classes(classes, num_classes, op);
+  STD_TORCH_CHECK(pool_values.size(0) == shared && pool_values.size(1) == columns && pool_bias_values.numel() == shared,
+                  op, ": pool_values must be (pool, columns) and pool_bias_values (pool,)");
+  check_classes(classes, -1, num_classes, op);
+  check_classes(pool, 0, num_classes, op);
 
   const auto* class_data = classes.const_data_ptr<int64_t>();
-  std::vector<int64_t> keys(class_data, class_data + classes.numel()), positions(keys.size()), starts;
-  std::iota(positions.begin(), positions.end(), 0);
+  const auto* pool_data = pool.const_data_ptr<int64_t>();
+  const auto* slope_data = slopes.const_data_ptr<float>();
+  std::vector<int64_t> keys, positions, starts;  // positions from batch · slots on are those of the pool
+  keys.reserve(classes.numel() + shared), positions.reserve(classes.numel() + shared);
+  for (int64_t i = 0; i < classes.numel(); ++i) {
+    if (class_data[i] >= 0 && slope_data[i] != 0) keys.push_back(class_data[i]), positions.push_back(i);
+  }
+  for (int64_t i = 0; i < shared; ++i) keys.push_back(pool_data[i]), positions.push_back(classes.numel() + i);
   sort_with_positions(keys, positions, num_classes);
   for (size_t i = 0; i < keys.size(); ++i) {
     if (i == 0 || keys[i] != keys[i - 1]) starts.push_back(static_cast<int64_t>(i));
@@ -193,7 +189,8 @@ std::tuple<Tensor, Tensor, Tensor> sampled_loss_rows(const Tensor& query, const 
   Tensor values = torch::stable::new_empty(query, {rows, columns});
   Tensor bias_values = torch::stable::new_empty(query, {rows, 1});
   const auto* query_data = query.const_data_ptr<float>();
-  const auto* slope_data = slopes.const_data_ptr<float>();
+  const auto* pool_value_data = pool_values.const_data_ptr<float>();
+  const auto* pool_bias_data = pool_bias_values.const_data_ptr<float>();
   auto* row_data = row_ids.mutable_data_ptr<int64_t>();
   auto* value_data = values.mutable_data_ptr<float>();
   auto* bias_data = bias_values.mutable_data_ptr<float>();
@@ -204,15 +201,21 @@ std::tuple<Tensor, Tensor, Tensor> sampled_loss_rows(const Tensor& query, const 
     for (int64_t row = begin; row < end; ++row) {
       examples.clear(), factors.clear();
       float total = 0;
-      for (int64_t i = starts[row]; i < starts[row + 1]; ++i) {
+      int64_t i = starts[row];
+      for (; i < starts[row + 1] && positions[i] < classes.numel(); ++i) {
         examples.push_back(positions[i] / slots);
         factors.push_back(slope_data[positions[i]]);
         total += factors.back();
       }
       row_data[row] = keys[starts[row]];
+      float* out = value_data + row * columns;
+      combine_at(query_data, examples.data(), factors.data(), static_cast<int64_t>(examples.size()), columns, out);
+      for (; i < starts[row + 1]; ++i) {
+        const int64_t slot = positions[i] - classes.numel();
+        add_row(pool_value_data + slot * columns, columns, out);
+        total += pool_bias_data[slot];
+      }
       bias_data[row] = total;
-      combine_at(query_data, examples.data(), factors.data(), static_cast<int64_t>(examples.size()), columns,
-                 value_data + row * columns);
     }
   });
   return {row_ids, values, bias_values};
@@ -222,17 +225,14 @@ std::tuple<Tensor, Tensor, Tensor> sampled_loss_rows(const Tensor& query, const 
 
 STABLE_TORCH_LIBRARY_FRAGMENT(manyclass, library) {
   library.def(
-      "sampled_loss(Tensor query, Tensor weight, Tensor bias, Tensor classes, Tensor log_count, bool absolute) -> "
-      "(Tensor, Tensor, Tensor)");
+      "sampled_loss_(Tensor(a!) logits, Tensor query, Tensor weight, Tensor bias, Tensor classes, Tensor log_count, "
+      "Tensor pool_log_count, Tensor hidden, bool absolute) -> (Tensor, Tensor, Tensor, Tensor)");
   library.def(
-      "pooled_loss_(Tensor(a!) logits, Tensor positive, Tensor log_count, Tensor pool, Tensor target, bool absolute) -> "
-      "(Tensor, Tensor)");
-  library.def(
-      "sampled_loss_rows(Tensor query, Tensor classes, Tensor slopes, int num_classes) -> (Tensor, Tensor, Tensor)");
+      "row_gradients(Tensor query, Tensor classes, Tensor slopes, Tensor pool, Tensor pool_values, "
+      "Tensor pool_bias_values, int num_classes) -> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(manyclass, CPU, library) {
-  library.impl("sampled_loss", TORCH_BOX(&sampled_loss));
-  library.impl("pooled_loss_", TORCH_BOX(&pooled_loss_));
-  library.impl("sampled_loss_rows", TORCH_BOX(&sampled_loss_rows));
+  library.impl("sampled_loss_", TORCH_BOX(&sampled_loss_));
+  library.impl("row_gradients", TORCH_BOX(&row_gradients));
 }

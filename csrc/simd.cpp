@@ -1,6 +1,7 @@
 #include "simd.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace manyclass {
 
@@ -48,17 +49,13 @@ namespace {
 // Rows that are asked for ahead of the one in use.
 constexpr int64_t kAhead = 8;
 
-inline void fetch(const float* row, int64_t size) {
-  for (int64_t i = 0; i < size; i += 16) __builtin_prefetch(row + i);
-}
-
 }  // namespace
 
 MANYCLASS_SIMD void dots_at(const float* query, const float* matrix, const int64_t* ids, int64_t count, int64_t size,
                             float* out) {
-  for (int64_t j = 0; j < std::min(kAhead, count); ++j) fetch(matrix + ids[j] * size, size);
+  for (int64_t j = 0; j < std::min(kAhead, count); ++j) prefetch_row(matrix + ids[j] * size, size);
   for (int64_t j = 0; j < count; ++j) {
-    if (j + kAhead < count) fetch(matrix + ids[j + kAhead] * size, size);
+    if (j + kAhead < count) prefetch_row(matrix + ids[j + kAhead] * size, size);
     const float* row = matrix + ids[j] * size;
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -133,6 +130,154 @@ MANYCLASS_SIMD float subtract_max(float* values, const float* offsets, int64_t c
     largest = values[i] > largest ? values[i] : largest;
   }
   return largest;
+}
+
+MANYCLASS_SIMD float add_row(const float* row, int64_t size, float* out) {
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < size; ++i) {
+    out[i] += row[i];
+    sum += row[i] * row[i];
+  }
+  return sum;
+}
+
+MANYCLASS_SIMD float masses(float* values, float* spread, int64_t count, float norm, float log_size, bool absolute) {
+  const float limit = std::sqrt(2 * log_size);
+  float check = 0;
+#pragma omp simd reduction(+ : check)
+  for (int64_t i = 0; i < count; ++i) {
+    const float mean = absolute ? std::fabs(values[i]) : values[i], variance = norm * spread[i];
+    check += (mean + variance) * 0.0f;
+    const float deviation = std::sqrt(variance);
+    values[i] = mean + (deviation <= limit ? log_size + variance / 2 : deviation * limit);
+  }
+  return check;
+}
+
+namespace {
+
+inline MANYCLASS_SIMD int64_t at_least(const float* values, int64_t count, float bound) {
+  int32_t found = 0;
+#pragma omp simd reduction(+ : found)
+  for (int64_t i = 0; i < count; ++i) found += values[i] >= bound;
+  return found;
+}
+
+}  // namespace
+
+MANYCLASS_SIMD float largest(const float* values, int64_t count) {
+  float result = -INFINITY;
+#pragma omp simd reduction(max : result)
+  for (int64_t i = 0; i < count; ++i) result = values[i] > result ? values[i] : result;
+  return result;
+}
+
+MANYCLASS_SIMD float smallest_from(const float* values, int64_t count, float bound) {
+  float result = INFINITY;
+#pragma omp simd reduction(min : result)
+  for (int64_t i = 0; i < count; ++i) {
+    const float value = values[i] >= bound ? values[i] : INFINITY;
+    result = value < result ? value : result;
+  }
+  return result;
+}
+
+float kth_largest(const float* values, int64_t count, int64_t k) {
+  // Bisection of the range: counting is vector code, and ends early where one value alone is the k-th.
+  float low = smallest_from(values, count, -3e38f), high = largest(values, count);
+  if (at_least(values, count, low) < k) return -INFINITY;
+  if (at_least(values, count, high) >= k) return high;
+  while (true) {  // at least k values reach `low`, fewer reach `high`
+    const float middle = low + (high - low) / 2;
+    if (!(middle > low && middle < high)) break;
+    const int64_t found = at_least(values, count, middle);
+    (found >= k ? low : high) = middle;
+    if (found == k) break;
+  }
+  return smallest_from(values, count, low);
+}
+
+MANYCLASS_SIMD void select_best(const float* values, int64_t count, float bound, int64_t k, int32_t* out) {
+  int64_t found = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    out[found] = static_cast<int32_t>(i);
+    found += values[i] >= bound;
+  }
+  if (found <= k) return;
+  int64_t ties = found - k, kept = 0;  // leave out the last of those that equal the bound
+  for (int64_t i = found - 1; i >= 0 && ties > 0; --i) {
+    if (values[out[i]] == bound) out[i] = -1, --ties;
+  }
+  for (int64_t i = 0; i < found; ++i) {
+    if (out[i] >= 0) out[kept++] = out[i];
+  }
+}
+
+namespace {
+
+// Σ min(1, c·e) over those for which that is at least `floor`.
+MANYCLASS_SIMD float expected_count(const float* e, const float* floor, int64_t count, float c) {
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < count; ++i) {
+    const float scaled = c * e[i], chance = scaled < 1.0f ? scaled : 1.0f;
+    sum += chance >= floor[i] ? chance : 0.0f;
+  }
+  return sum;
+}
+
+}  // namespace
+
+MANYCLASS_SIMD void leave_out(const int64_t* ids, int64_t count, int64_t id, float* values) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) values[i] = ids[i] == id ? -INFINITY : values[i];
+}
+
+MANYCLASS_SIMD void choose(const float* e, const float* pool, int64_t count, int64_t number, float total, float* chance) {
+  const auto wanted = static_cast<float>(number);
+  float low = wanted / total, high = low;
+  do {
+    high *= 4;
+  } while (high < 1e36f && expected_count(e, pool, count, high) <= wanted);
+  if (high < 1e36f) {
+    for (int step = 0; step < 24 && high > low * 1.00001f; ++step) {
+      const float middle = std::sqrt(low) * std::sqrt(high);
+      (expected_count(e, pool, count, middle) <= wanted ? low : high) = middle;
+    }
+  } else {
+    low = high;
+  }
+  // Now who belongs to it is settled; c is solved for once more, so that exactly `number` are drawn.
+  int32_t members = 0;
+  float rest = 0;
+#pragma omp simd reduction(+ : members, rest)
+  for (int64_t i = 0; i < count; ++i) {
+    const bool belongs = e[i] > 0 && low * e[i] >= pool[i];
+    chance[i] = belongs ? e[i] : 0.0f;
+    members += belongs;
+    rest += chance[i];
+  }
+  double c = members <= number ? INFINITY : wanted / rest;
+  for (bool changed = members > number; changed;) {  // who is certain lets the others have more
+    const auto bound = static_cast<float>(1 / c);
+    int32_t certain = 0;
+    float open = 0;
+#pragma omp simd reduction(+ : certain, open)
+    for (int64_t i = 0; i < count; ++i) {
+      certain += chance[i] >= bound;
+      open += chance[i] >= bound ? 0.0f : chance[i];
+    }
+    const double larger = open > 0 ? static_cast<double>(number - certain) / open : c;
+    changed = larger > c * (1 + 1e-6);
+    c = std::max(c, larger);
+  }
+  const auto scale = static_cast<float>(std::min(c, 3e38));
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) {
+    const float scaled = scale * chance[i], certain = chance[i] > 0 ? 1.0f : 0.0f;
+    chance[i] = scaled < certain ? scaled : certain;
+  }
 }
 
 MANYCLASS_SIMD float exp_sum(float* values, int64_t count, float shift) {

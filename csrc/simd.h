@@ -11,6 +11,11 @@
 
 namespace manyclass {
 
+// Asks for `size` numbers before they are read.
+inline void prefetch_row(const float* row, int64_t size) {
+  for (int64_t i = 0; i < size; i += 16) __builtin_prefetch(row + i);
+}
+
 // Vectors of features are padded with zeros to a multiple of this: no remainders, and enough independent sums to keep
 // the multipliers busy.
 constexpr int64_t kFeatureBlock = 64;
@@ -39,6 +44,33 @@ void sum_outer_products(const float* rows, int64_t count, int64_t size, float* s
 
 // values[i] −= offsets[i]; returns the largest of them and of `floor`.
 float subtract_max(float* values, const float* offsets, int64_t count, float floor);
+
+// out += row; returns ‖row‖².
+float add_row(const float* row, int64_t size, float* out);
+
+// Log-masses of nodes whose logits have the means in `values`, in place, and the variances `norm · spread`: those of
+// exp(log_size) Gaussian logits, or of their largest where the spread is so large that it alone counts (the random energy model).
+// `spread` is overwritten. Returns 0, or NaN if a mean or a variance is not finite.
+float masses(float* values, float* spread, int64_t count, float norm, float log_size, bool absolute);
+
+float largest(const float* values, int64_t count);
+
+// The smallest of the values that are at least `bound`; +∞ if there are none.
+float smallest_from(const float* values, int64_t count, float bound);
+
+// The k-th largest of `count` ≥ k ≥ 1 values.
+float kth_largest(const float* values, int64_t count, int64_t k);
+
+// The places of the k values that reach `bound`, the k-th largest, ascending; of those that equal it the first. `out` holds `count`.
+void select_best(const float* values, int64_t count, float bound, int64_t k, int32_t* out);
+
+// values[i] = −∞ where ids[i] is `id`.
+void leave_out(const int64_t* ids, int64_t count, int64_t id, float* values);
+
+// Chances of candidates to be drawn, min(1, c·e), where `number` are drawn of those for which that is at least the
+// chance to come with the pool. `e` holds exp(output) up to a factor, `total` is their sum. Writes the chances, 0 for what is left to
+// the pool.
+void choose(const float* e, const float* pool, int64_t count, int64_t number, float total, float* chance);
 
 // values[i] = exp(values[i] − shift) for values that are at most `shift`, −∞ among them; returns their sum.
 float exp_sum(float* values, int64_t count, float shift);

@@ -51,9 +51,10 @@ def test_training_loss_and_gradients_are_the_formula(name, bias, prediction):
     loss = head(query, target, context=context, generator=fixed())
     loss.backward()
 
-    ids, log_count = head.sampler.draw(
+    draw = head.sampler.draw(
         query.detach(), M, exclude=target, context=context if name == "bigram" else None, generator=fixed()
     )
+    ids, log_count = draw.ids, draw.log_count
     logits = F.linear(query, head.weight, head.bias)
     expected = functional.sampled_softmax_loss(
         logits.gather(1, target[:, None]).squeeze(1), logits.gather(1, ids), log_count, prediction=prediction

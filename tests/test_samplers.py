@@ -113,7 +113,7 @@ class DoesNotRenormalise(samplers.Unigram):
 class ForgetsTheCount(samplers.Unigram):
     def draw(self, *args, **kwargs):
         draw = super().draw(*args, **kwargs)
-        return samplers.Draw(draw.ids, draw.log_count - math.log(draw.ids.shape[-1]))
+        return draw._replace(log_count=draw.log_count - math.log(draw.ids.shape[-1]))
 
 
 class OwnRandomness(samplers.Unigram):
@@ -151,7 +151,7 @@ class HiddenState(samplers.Softmax):
 class FlatOnly(samplers.Unigram):
     def draw(self, query, num_samples, **kwargs):
         draw = super().draw(query, num_samples, **kwargs)
-        return samplers.Draw(draw.ids.reshape(-1, num_samples), draw.log_count.reshape(-1, num_samples))
+        return draw._replace(ids=draw.ids.reshape(-1, num_samples), log_count=draw.log_count.reshape(-1, num_samples))
 
 
 def wrong(kind) -> Case:
@@ -197,20 +197,22 @@ def test_a_pool_is_drawn_by_the_distribution_and_its_partition_estimate_is_unbia
     query, target = torch.zeros(3, 2), torch.tensor([3, 7, 0])
     generator = torch.Generator().manual_seed(0)
     draw = sampler.draw(query, m, exclude=target, generator=generator)
-    assert draw.shared
+    assert draw.pool.shape == draw.pool_log_count.shape == (m,)
+    assert draw.ids.shape == draw.log_count.shape == (3, 0)
     q = sampler.log_prob(query, torch.arange(9).expand(3, -1)).exp()[0]
     torch.testing.assert_close(q.sum(), torch.ones((), dtype=torch.float64))
-    assert goodness_of_fit(torch.bincount(draw.ids[0], minlength=9), q * m) > SIGNIFICANCE
-    empty = draw.log_count == math.inf
-    assert torch.equal(empty, draw.ids == target[:, None])
+    assert goodness_of_fit(torch.bincount(draw.pool, minlength=9), q * m) > SIGNIFICANCE
+    empty = torch.zeros(3, m, dtype=torch.bool)
+    empty[tuple(draw.hidden)] = True
+    assert torch.equal(empty, draw.pool == target[:, None])
     assert empty.any(1).all()
-    expected = (q.log()[draw.ids] + math.log(m)).float()
-    torch.testing.assert_close(draw.log_count[~empty], expected[~empty])
+    torch.testing.assert_close(draw.pool_log_count, (q.log()[draw.pool] + math.log(m)).float())
     # Σ exp(o − log_count) is the partition function of the classes that can be drawn, without the positive.
     output = torch.linspace(-1, 1, 9).double()
-    estimate = (output[draw.ids] - draw.log_count).exp().sum(-1)
+    estimate = ((output[draw.pool] - draw.pool_log_count).exp() * ~empty).sum(-1)
     others = (q > 0) & (torch.arange(9) != target[:, None])
     torch.testing.assert_close(estimate, (output.exp() * others).sum(-1), rtol=0.02, atol=0)
+    assert sampler.draw(query, 5, exclude=torch.tensor([-1, -1, -1])).hidden.shape == (2, 0)
 
 
 @pytest.mark.parametrize("name", ["uniform", "log_uniform"])

@@ -1,5 +1,6 @@
-"""How far the sampled loss is from the full one, estimated from the drawn sample itself."""
+"""How far the sampled loss is from the full one: measured on a few examples, against the exact loss."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -7,64 +8,62 @@ from torch import Tensor
 
 
 class Diagnostics(NamedTuple):
-    """What a training step paid for sampling: means over its examples."""
+    """What a training step pays for sampling, measured on a few of its examples."""
 
-    #: Negatives that were drawn, per example or per pool.
-    num_samples: int
-    #: Independent draws from the softmax itself that would estimate the partition function as well.
-    effective_samples: float
-    #: χ²(p‖q) of the classes without the positive; the variance of the estimate of Z is χ²·Z²/draws.
-    chi_square: float
-    #: Expected log Ẑ − log Z in nats: by how much the loss is too small.
+    #: Negatives that were drawn for each example alone, and for the pool that all share.
+    own: int
+    pool: int
+    #: Mean of sampled minus exact loss in nats: by how much the loss is too small.
     bias: float
-    #: Training steps since the sampler's statistics followed all class weights.
-    stale_steps: int
+    #: Standard error of ``bias``, from the spread over examples.
+    bias_error: float
+    #: Root mean square of sampled minus exact loss.
+    error: float
+    #: Root mean square of ‖g − g_exact‖ / ‖g_exact‖ for the gradient by the query.
+    gradient_error: float
+    #: Mean age of the sampler's statistics in training steps.
+    stale_steps: float
     #: Share of the time from step to step that goes into refreshing the sampler and drawing.
     sampling_share: float
 
 
-class Estimate(NamedTuple):
-    """Quality of the estimate of the partition function, for each example, shape ``(batch,)``."""
+class Measured(NamedTuple):
+    """Sampled against exact losses of some examples, shapes ``(draws, examples)``."""
 
-    effective_samples: Tensor
-    chi_square: Tensor
-    bias: Tensor
+    #: Sampled minus exact loss.
+    difference: Tensor
+    #: Relative error of the gradient by the query.
+    gradient: Tensor
 
 
-def estimate(
-    positive: Tensor,  # shape: (batch,)
-    negative: Tensor,  # shape: (batch, num_samples)
-    log_count: Tensor,  # shape: (batch, num_samples)
-    unit: int = 1,
-    distinct: bool = False,
-) -> Estimate:
-    """Estimate χ² and the bias of ``log(exp(o_y) + Σ exp(o_k − log_count_k))`` from one sample.
+def measure(
+    query: Tensor,  # shape: (examples, in_features)
+    exact_losses: Callable[[Tensor], Tensor],
+    sampled_losses: Callable[[Tensor], Tensor],
+    draws: int,
+) -> Measured:
+    """Compare losses ``(examples,)`` of queries and their gradients; every call of ``sampled_losses`` draws afresh."""
 
-    A sample of units (single classes, or blocks of ``unit`` classes side by side) gives the estimate's variance: that
-    of the units' shares for independent draws, and with the factor 1 − π for draws without replacement, of which a
-    certain unit adds nothing (Hájek's approximation). The bias is −½·Var(Ẑ)/Z², the second term of the Taylor series.
+    def of(losses: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            leaf = query.detach().requires_grad_()
+            values = losses(leaf)
+            (gradient,) = torch.autograd.grad(values.sum(), leaf)
+        return values.detach(), gradient
 
-    What was never drawn is not seen: if a few draws miss most of the mass, the true bias is larger than this.
+    exact, slope = of(exact_losses)
+    found = [of(sampled_losses) for _ in range(draws)]
+    size = slope.norm(dim=-1).clamp(min=torch.finfo(slope.dtype).tiny)
+    differences = torch.stack([loss - exact for loss, _ in found])
+    return Measured(differences, torch.stack([(gradient - slope).norm(dim=-1) / size for _, gradient in found]))
 
-    Args:
-        positive: outputs of the positive classes.
-        negative: outputs of the negatives.
-        log_count: as in `samplers.Draw`.
-        unit: classes that were drawn together.
-        distinct: whether units were drawn without replacement, so that their count is a probability.
+
+def steady_bias(difference: Tensor) -> float:
+    """Return the mean of ``difference``, the error of log Ẑ, with less noise where errors are small.
+
+    Ẑ/Z has the mean 1, so E[log Ẑ/Z] is also the mean of ``log Ẑ/Z − Ẑ/Z + 1``, which is never positive and varies
+    little near 1. Where errors are large, the rare draws that make the mean 1 may be missing: use the plain mean.
     """
-    corrected = (negative - log_count).double().unflatten(-1, (-1, unit)).logsumexp(dim=-1)
-    chance = torch.zeros_like(corrected)
-    if distinct:
-        chance = log_count.double().unflatten(-1, (-1, unit)).amin(dim=-1).exp().clamp(max=1.0)
-    log_rest = corrected.logsumexp(dim=-1)
-    share = (corrected - log_rest.unsqueeze(-1)).exp()
-    uncertain = (1 - chance) * (chance < 1 - 1e-9)
-    units = (uncertain > 0).sum(dim=-1)
-    centre = (uncertain * share).sum(dim=-1) / uncertain.sum(dim=-1).clamp(min=1e-30)
-    # A single unit tells nothing of its deviation; then its whole share counts.
-    centre = torch.where(units > 1, centre, 0.0).unsqueeze(-1)
-    variance = (uncertain * (share - centre).square()).sum(dim=-1) * (units / (units - 1).clamp(min=1))
-    chi_square = variance * corrected.shape[-1]
-    of_all = torch.exp(2 * (log_rest - torch.logaddexp(log_rest, positive.double())))
-    return Estimate(log_count.shape[-1] / (1 + chi_square), chi_square, -variance * of_all / 2)
+    if float(difference.square().mean()) > 0.1:
+        return float(difference.mean())
+    return float((difference - difference.expm1()).mean())

@@ -107,7 +107,7 @@ def log_partition(
         return output(_linear(query, weight, bias), prediction).logsumexp(dim=-1)
 
     result = []
-    for rows in query.flatten(0, -2).split(MAX_QUERIES):
+    for rows in query.reshape(-1, query.shape[-1]).split(MAX_QUERIES):
         chunks = _class_chunks(rows.shape[0], weight, bias)
         if len(chunks) == 1:
             result.append(part(rows, weight, bias))
@@ -134,7 +134,7 @@ def topk(
     if k > weight.shape[0]:
         raise ValueError(f"k must be at most num_classes = {weight.shape[0]}, got {k}")
     values, ids = [], []
-    for rows in query.flatten(0, -2).split(MAX_QUERIES):
+    for rows in query.reshape(-1, query.shape[-1]).split(MAX_QUERIES):
         best = rows.new_empty(rows.shape[0], 0)
         best_ids = torch.empty(rows.shape[0], 0, dtype=torch.long, device=rows.device)
         first = 0

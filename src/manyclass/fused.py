@@ -9,95 +9,75 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import functional, ops
+from .samplers.base import Draw
 
 #: Makes the gradients of rows, sorted and distinct, of one process those of all that have the same class weights.
 Exchange = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
+# The log-count of an empty slot where it has to be finite, so that a sum over empty slots has a finite gradient, 0.
+EMPTY = 1e30
 
-def sampled_losses(
+
+def sampled_loss(
     query: Tensor,  # shape: (batch, in_features)
     weight: Tensor,  # shape: (num_classes, in_features)
     bias: Tensor | None,  # shape: (num_classes, 1)
-    target: Tensor,  # shape: (batch,)
-    ids: Tensor,  # shape: (batch, num_samples)
-    log_count: Tensor,  # shape: (batch, num_samples)
+    target: Tensor,  # shape: (batch,), −1 for an example whose positive is not among these classes
+    draw: Draw,
     *,
     prediction: str,
     sparse: bool,
-) -> Tensor:
-    """`functional.sampled_softmax_loss` of each example, shape ``(batch,)``, straight from the class weights.
+    exchange: Exchange | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return `functional.sampled_softmax_loss` of each example and the output of its positive, both ``(batch,)``.
 
-    With ``sparse=True`` the gradients of ``weight`` and ``bias`` are coalesced sparse tensors of the drawn rows. On the
-    CPU in float32 a native kernel reads the rows where they lie; elsewhere they are gathered.
+    An example without a positive has the log-sum-exp of its corrected negatives as its loss, and the output 0: what one
+    shard of the classes adds to a loss. With ``sparse=True`` the gradients of ``weight`` and ``bias`` are coalesced
+    sparse tensors of the drawn rows. On the CPU in float32 a native kernel reads the rows where they lie; elsewhere
+    they are gathered.
     """
-    classes = torch.cat([target.unsqueeze(-1), ids], dim=-1)
-    if ops.native_for(query, weight):
-        return cast(Tensor, _Native.apply(query, weight, bias, classes, log_count, prediction == "absolute", sparse))
-    return reference_losses(query, weight, bias, classes, log_count, prediction=prediction, sparse=sparse)
+    if not ops.native_for(query, weight):
+        return reference_loss(
+            query, weight, bias, target, draw, prediction=prediction, sparse=sparse, exchange=exchange
+        )
+    classes = torch.cat([target.unsqueeze(-1), draw.ids], dim=-1)
+    arguments = (query, weight, bias, classes, *draw[1:], prediction == "absolute", sparse, exchange)
+    return cast(tuple[Tensor, Tensor], _Native.apply(*arguments))
 
 
-def pooled_losses(
+def reference_loss(
     query: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
-    pool: Tensor,  # shape: (num_samples,)
-    log_count: Tensor,  # shape: (num_samples,)
+    draw: Draw,
     *,
     prediction: str,
     sparse: bool,
-) -> Tensor:
-    """`sampled_losses` when all examples share their negatives: one small matrix product.
-
-    The pool may hold the positive of an example, which then does not count as its negative.
-    """
-    if ops.native_for(query, weight):
-        absolute = prediction == "absolute"
-        return native_pool(query, weight, bias, target, pool, log_count, absolute, sparse, None)[0]
-    return reference_pooled_losses(query, weight, bias, target, pool, log_count, prediction=prediction, sparse=sparse)
-
-
-def reference_pooled_losses(
-    query: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    pool: Tensor,
-    log_count: Tensor,
-    *,
-    prediction: str,
-    sparse: bool,
-) -> Tensor:
-    """`pooled_losses` in plain PyTorch."""
-    rows, position = torch.unique(torch.cat([target, pool]), return_inverse=True)
-    positives, negatives = position[: len(target)], position[len(target) :]
-    drawn = select_rows(weight, rows, sparse).to(query.dtype)
-    positive = (query * F.embedding(positives, drawn)).sum(dim=-1)
-    negative = query @ F.embedding(negatives, drawn).T
-    if bias is not None:
-        offsets = select_rows(bias, rows, sparse).to(query.dtype).squeeze(-1)
-        positive, negative = positive + offsets[positives], negative + offsets[negatives]
-    log_count = log_count.masked_fill(pool == target.unsqueeze(-1), torch.inf)
-    return functional.sampled_softmax_loss(positive, negative, log_count, "none", prediction=prediction)
-
-
-def reference_losses(
-    query: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    classes: Tensor,  # shape: (batch, 1 + num_samples), the positive first
-    log_count: Tensor,
-    *,
-    prediction: str,
-    sparse: bool,
-) -> Tensor:
-    """`sampled_losses` in plain PyTorch."""
+    exchange: Exchange | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`sampled_loss` in plain PyTorch."""
     # Each row is read, and gets its gradient, once, however often it was drawn.
-    rows, position = torch.unique(classes, return_inverse=True)
-    logits = torch.einsum("bd,bkd->bk", query, F.embedding(position, select_rows(weight, rows, sparse).to(query.dtype)))
+    here, slots = target >= 0, draw.ids.shape[-1]
+    parts = torch.cat([target[here], draw.ids.flatten(), draw.pool])
+    rows, place = torch.unique(parts, return_inverse=True)
+    positives, own, pool = place.split([int(here.sum()), draw.ids.numel(), len(draw.pool)])
+    own = own.view(len(query), slots)
+    drawn = select_rows(weight, rows, sparse, exchange).to(query.dtype)
+    positive = (query[here] * F.embedding(positives, drawn)).sum(dim=-1)
+    each = torch.einsum("bd,bkd->bk", query, F.embedding(own, drawn))
+    shared = query @ F.embedding(pool, drawn).T
     if bias is not None:
-        logits = logits + F.embedding(position, select_rows(bias, rows, sparse).to(query.dtype)).squeeze(-1)
-    return functional.sampled_softmax_loss(logits[:, 0], logits[:, 1:], log_count, "none", prediction=prediction)
+        offsets = select_rows(bias, rows, sparse, exchange).to(query.dtype).squeeze(-1)
+        positive, each, shared = positive + offsets[positives], each + offsets[own], shared + offsets[pool]
+    positive, each, shared = (functional.output(part, prediction) for part in (positive, each, shared))
+    log_count = draw.pool_log_count.to(query.dtype).clamp(max=EMPTY).expand_as(shared)
+    log_count = log_count.index_put(tuple(draw.hidden), log_count.new_tensor(EMPTY))
+    rest = torch.cat([each - draw.log_count.clamp(max=EMPTY), shared - log_count], dim=-1)
+    rest = torch.cat([rest, rest.new_full((len(rest), 1), -EMPTY)], dim=-1).logsumexp(dim=-1)
+    # softplus and not log-sum-exp − positive: it keeps its precision where the positive takes nearly all.
+    loss = rest.masked_scatter(here, F.softplus(rest[here] - positive, threshold=50.0))
+    return loss, torch.zeros_like(rest).masked_scatter(here, positive)
 
 
 class _Native(torch.autograd.Function):
@@ -109,86 +89,53 @@ class _Native(torch.autograd.Function):
         query: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        classes: Tensor,
+        classes: Tensor,  # shape: (batch, 1 + own), the positive first
         log_count: Tensor,
-        absolute: bool,
-        sparse: bool,
-    ) -> Tensor:
-        query, offsets = query.contiguous(), query.new_empty(0) if bias is None else bias.flatten()
-        losses, slopes, query_slopes = torch.ops.manyclass.sampled_loss(
-            query, weight.contiguous(), offsets, classes, log_count.contiguous(), absolute
-        )
-        ctx.save_for_backward(query, classes, slopes, query_slopes)
-        ctx.weight, ctx.bias, ctx.sparse = weight, bias, sparse
-        return losses
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        query, classes, slopes, query_slopes = ctx.saved_tensors
-        grad = grads[0].unsqueeze(-1)
-        rows, values, bias_values = torch.ops.manyclass.sampled_loss_rows(
-            query, classes, slopes * grad, len(ctx.weight)
-        )
-        weight_grad = _row_gradient(ctx.weight, rows, values, ctx.sparse)
-        bias_grad = None if ctx.bias is None else _row_gradient(ctx.bias, rows, bias_values, ctx.sparse)
-        return query_slopes * grad, weight_grad, bias_grad, None, None, None, None
-
-
-class _NativePool(torch.autograd.Function):
-    """The same for a pool: torch's matrix products, and one native pass over the logits that leaves their slopes.
-
-    Returns the losses and the outputs of the positives, both ``(batch,)``. An example with target −1 has no positive:
-    the log-sum-exp of its corrected negatives stands for its loss, and its output is 0.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
         pool: Tensor,
-        log_count: Tensor,
+        pool_log_count: Tensor,
+        hidden: Tensor,
         absolute: bool,
         sparse: bool,
         exchange: Exchange | None,
     ) -> tuple[Tensor, Tensor]:
-        # Where there is no positive, the kernel does not look at it: then −1 may stand for any row.
-        drawn, positives = weight[pool], weight[target]
-        logits, positive = query @ drawn.T, (query * positives).sum(dim=-1)
+        query, offsets = query.contiguous(), query.new_empty(0) if bias is None else bias.flatten()
+        drawn = weight[pool]
+        logits = query @ drawn.T
         if bias is not None:
-            logits += bias[pool].T
-            positive += bias[target].squeeze(-1)
-        losses, slopes = torch.ops.manyclass.pooled_loss_(
-            logits, positive, log_count.contiguous(), pool.contiguous(), target.contiguous(), absolute
+            logits += offsets[pool]
+        tables = (query, weight.contiguous(), offsets)
+        counts = (log_count.contiguous(), pool_log_count.contiguous(), hidden.contiguous())
+        loss, positive, slopes, query_slopes = torch.ops.manyclass.sampled_loss_(
+            logits, *tables, classes.contiguous(), *counts, absolute
         )
-        sign = torch.where(target >= 0, positive.sign() if absolute else 1.0, 0.0)
-        ctx.save_for_backward(query, target, pool, positives, drawn, logits, slopes, sign)
+        # What the positive's output depends on; −1 stands for any row, and gets no gradient.
+        target = classes[:, 0]
+        positives = weight[target]
+        sign = (target >= 0).to(query.dtype)
+        if absolute:
+            logit = (query * positives).sum(dim=-1)
+            sign *= (logit if bias is None else logit + offsets[target]).sign()
+        ctx.save_for_backward(query, classes, pool, drawn, logits, slopes, query_slopes, positives, sign)
         ctx.weight, ctx.bias, ctx.sparse, ctx.exchange = weight, bias, sparse, exchange
-        return losses, positive * sign
+        return loss, positive
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        query, target, pool, positives, drawn, logits, slopes, sign = ctx.saved_tensors
-        grad, of_positive = grads[0].unsqueeze(-1), (grads[0] * slopes + grads[1] * sign).unsqueeze(-1)
-        query_grad = (logits @ drawn).mul_(grad).addcmul_(of_positive, positives)
-        rows, position = torch.unique(torch.cat([target, pool]), return_inverse=True)
-        start = int((rows[:1] < 0).sum())  # −1 is no row
-
-        def gradient(table: Tensor, of_target: Tensor, of_pool: Tensor) -> Tensor:
-            values = of_pool.new_zeros(len(rows), of_pool.shape[1])
-            values.index_add_(0, position, torch.cat([of_target, of_pool]))
-            return _row_gradient(table, rows[start:], values[start:], ctx.sparse, ctx.exchange)
-
-        weight_grad = gradient(ctx.weight, of_positive * query, logits.T @ (grad * query))
-        bias_grad = None if ctx.bias is None else gradient(ctx.bias, of_positive, logits.T @ grad)
-        return query_grad, weight_grad, bias_grad, None, None, None, None, None, None
-
-
-native_pool: Callable[..., tuple[Tensor, Tensor]] = _NativePool.apply  # pyright: ignore[reportAssignmentType]
+        query, classes, pool, drawn, logits, slopes, query_slopes, positives, sign = ctx.saved_tensors
+        grad, of_positive = grads[0].unsqueeze(-1), grads[1] * sign
+        slopes = slopes * grad
+        slopes[:, 0] += of_positive
+        query_grad = (logits @ drawn).add_(query_slopes).mul_(grad).addcmul_(of_positive.unsqueeze(-1), positives)
+        pool_grads = logits.T @ (grad * query), (logits.T @ grad).squeeze(-1)
+        rows, values, bias_values = torch.ops.manyclass.row_gradients(
+            query, classes, slopes, pool, *pool_grads, len(ctx.weight)
+        )
+        weight_grad = _row_gradient(ctx.weight, rows, values, ctx.sparse, ctx.exchange)
+        bias_grad = None
+        if ctx.bias is not None:
+            bias_grad = _row_gradient(ctx.bias, rows, bias_values, ctx.sparse, ctx.exchange)
+        return query_grad, weight_grad, bias_grad, *[None] * 8
 
 
 class _SelectRows(torch.autograd.Function):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import checks, functional, fused, samplers
-from .diagnostics import Diagnostics, Estimate, estimate
+from .diagnostics import Diagnostics, Measured, measure, steady_bias
 
 _REFUSED = {
     "label_smoothing": "smoothed targets need the logits of all classes",
@@ -22,29 +22,28 @@ def full_precision(query: Tensor) -> torch.autocast:
     return torch.autocast(query.device.type, enabled=False)
 
 
-# An adaptive sampler follows all rows every so many steps, in case that rows changed unseen, …
+# A sampler that keeps sums of rows follows all of them every so many steps, in case that rows changed unseen, …
 REFRESH_ALL = 1000
 # … and this often if they are bound to: dense gradients, tied weights, other processes.
 REFRESH_UNTRACKED = 5
 
 # Negatives of each example, or of the pool of a batch, unless told otherwise.
-NUM_SAMPLES = {"example": 64, "batch": 4096}
-# Units (classes, or blocks of them) that a layer with a target for the bias begins with, and has at least: fewer would
-# not tell their own spread.
-FIRST_UNITS = 64
-FEWEST_UNITS = 8
-# The bias is looked at in the first steps and then every so many; each look has this weight in the running mean.
-ADAPT_EVERY = 16
-ADAPT_WEIGHT = 0.1
-# Examples that the bias is estimated from.
-DIAGNOSED = 256
+NUM_SAMPLES = {"example": 64, "batch": 2048}
+# Examples that the bias is measured on, and how often each is drawn for.
+MEASURED, DRAWS = 16, 8
+# A layer with a tolerance begins with this many negatives, and has at least these.
+FIRST_SAMPLES, FEWEST_SAMPLES = 256, 16
+# It measures so rarely that measuring takes at most this part of the multiplications of training.
+MEASURING = 0.02
+# Weight of a new measurement in the running mean.
+ADAPT_WEIGHT = 0.3
 
 
 class SampledSoftmax(nn.Module):
     """A linear layer and its cross entropy over many classes, trained on a sample of them.
 
     In training, `forward` returns the sampled softmax loss with corrected logits (eq. 2 of the paper): each example
-    sees its positive class and ``num_samples`` negatives. In ``eval()`` it returns the exact loss over all classes.
+    sees its positive class and some negatives. In ``eval()`` it returns the exact loss over all classes.
     It stands where `torch.nn.LinearCrossEntropyLoss` would.
 
     Args:
@@ -52,10 +51,10 @@ class SampledSoftmax(nn.Module):
         num_classes: n, at least 2.
         sampler: a name (``"blocks"``, ``"uniform"``, ``"log_uniform"``, ``"unigram"``, ``"bigram"``, ``"softmax"``,
             ``"quadratic"``, ``"quartic"``) or a `samplers.Sampler`.
-        num_samples: negatives per example, m, by default 64; or those of the pool, by default 4096, for samplers whose
-            scope is the batch, such as ``"blocks"``.
-        target_bias: instead of ``num_samples``: the bias of the loss in nats, such as 0.02, that the layer may have.
-            It begins with 64 draws, estimates its bias (see `diagnostics`) as it trains, and adapts ``num_samples``.
+        num_samples: negatives per example, m, by default 64; or those of the pool that the batch shares, by default
+            2048, for samplers whose scope is the batch, such as ``"blocks"``.
+        tolerance: instead of ``num_samples``: the bias of the loss in nats, such as 0.02, that the layer may have. It
+            measures its bias (see `diagnostics`) as it trains, and adapts ``num_samples`` and the sampler's ``own``.
         prediction: ``"softmax"`` for p ∝ exp(o); ``"absolute"`` for p ∝ exp(|o|), which suits the symmetric kernels
             ``"quadratic"`` and ``"quartic"``.
         bias: whether logits have a learned offset per class.
@@ -68,7 +67,7 @@ class SampledSoftmax(nn.Module):
         device: of the parameters.
         dtype: of the parameters. Logits and losses are computed in float32 at least, also under autocast.
         sampler_options: what the named sampler takes, such as ``counts=`` for ``"unigram"``, ``pairs=`` for
-            ``"bigram"``, ``alpha=`` for ``"quadratic"``.
+            ``"bigram"``, ``alpha=`` for ``"quadratic"``, ``own=`` for ``"blocks"``: negatives of each example alone.
 
     Shape:
         - Input: ``(*batch, in_features)``
@@ -92,7 +91,7 @@ class SampledSoftmax(nn.Module):
         sampler: str | samplers.Sampler = "blocks",
         num_samples: int | None = None,
         *,
-        target_bias: float | None = None,
+        tolerance: float | None = None,
         prediction: str = "softmax",
         bias: bool = False,
         sparse: bool = True,
@@ -108,11 +107,11 @@ class SampledSoftmax(nn.Module):
             raise TypeError(f"SampledSoftmax does not take {name}: {_REFUSED[name]}")
         self.in_features = checks.positive_int("in_features", in_features)
         self.num_classes = checks.positive_int("num_classes", num_classes, 2)
-        if num_samples is not None and target_bias is not None:
-            raise ValueError(f"give num_samples={num_samples} or target_bias={target_bias}, not both")
-        if target_bias is not None and not 0 < target_bias < math.inf:
-            raise ValueError(f"target_bias must be positive, in nats, got {target_bias}")
-        self.target_bias = target_bias
+        if num_samples is not None and tolerance is not None:
+            raise ValueError(f"give num_samples={num_samples} or tolerance={tolerance}, not both")
+        if tolerance is not None and not 0 < tolerance < math.inf:
+            raise ValueError(f"tolerance must be positive, in nats, got {tolerance}")
+        self.tolerance = tolerance
         checks.one_of("prediction", prediction, functional.PREDICTIONS)
         checks.one_of("reduction", reduction, functional.REDUCTIONS)
         self.prediction = prediction
@@ -158,12 +157,14 @@ class SampledSoftmax(nn.Module):
         if num_samples is None:
             num_samples = NUM_SAMPLES[self.sampler.scope]
         self.num_samples = checks.positive_int("num_samples", num_samples)
-        if target_bias is not None:
-            self.num_samples = min(num_classes, FIRST_UNITS * self.sampler.unit)
-            self.register_buffer("adapted_samples", torch.tensor(self.num_samples))
-            self.register_buffer("bias_product", torch.zeros((), dtype=torch.float64))
-        # For `diagnostics`: the last draw, when the last step began, and the time that it sampled.
-        self._last: tuple[Tensor, Tensor, samplers.Draw] | None = None
+        # The sampler's own negatives grow and shrink with `num_samples`, in this proportion.
+        self._own_share = getattr(self.sampler, "own", 0) / self.num_samples
+        if tolerance is not None:
+            self.register_buffer("adapted_samples", torch.tensor(0))
+            self.register_buffer("bias_product", torch.full((), math.nan, dtype=torch.float64))
+            self._set_samples(FIRST_SAMPLES)
+        # For `diagnostics`: the last batch, when the last step began, and the time that it sampled.
+        self._last: tuple[Tensor, Tensor, Tensor | None] | None = None
         self._began = self._share = math.nan
         self._sampling = 0.0
 
@@ -228,12 +229,16 @@ class SampledSoftmax(nn.Module):
             return functional.log_prob(query, self.weight, self.bias, prediction=self.prediction)
 
     @torch.no_grad()
-    def topk(self, input: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def topk(self, input: Tensor, k: int, *, probe: int | None = None) -> tuple[Tensor, Tensor]:
         """The ``k`` most probable classes, best first: log probabilities and ids, both ``(*batch, k)``.
 
-        Scores all classes in chunks, so memory stays bounded.
+        Scores all classes in chunks, so memory stays bounded. With ``probe`` and the sampler ``"blocks"`` it scores
+        only the classes of the ``probe`` blocks that its tree leads to: O(probe · d · log n) per query. Some of the
+        best classes may then be missing, and the log probabilities rest on an estimate of the partition function.
         """
         query = self._check_input(input)
+        if probe is not None:
+            return self._probe(query, k, probe)
         with full_precision(query):
             values, ids = functional.topk(query, self.weight, k, self.bias, prediction=self.prediction)
             log_z = functional.log_partition(query, self.weight, self.bias, prediction=self.prediction)
@@ -246,101 +251,158 @@ class SampledSoftmax(nn.Module):
         with full_precision(query):
             return functional.topk(query, self.weight, 1, self.bias, prediction=self.prediction)[1].squeeze(-1)
 
+    def _probe(self, query: Tensor, k: int, probe: int) -> tuple[Tensor, Tensor]:
+        if not isinstance(self.sampler, samplers.Blocks):
+            kind = type(self.sampler).__name__
+            raise ValueError(f"probe needs sampler='blocks', which keeps a tree of the classes; this one is {kind}")
+        self._attach_sampler()
+        with full_precision(query):
+            found = self.sampler.search(query, k, probe)
+        outputs, log_total = found.outputs.to(query.dtype), found.log_total.to(query.dtype)
+        return outputs - log_total.unsqueeze(-1), found.ids
+
     def _sampled_losses(
         self, query: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None
     ) -> Tensor:
         """Sampled softmax loss of each example: query ``(batch, in_features)``, target ``(batch,)`` → ``(batch,)``."""
         with torch.no_grad():
-            self._time_step()
-            self._refresh_sampler()
-            # The loss itself leaves the positives out of a pool: it never is as large as batch × pool.
-            exclude = None if self.sampler.scope == "batch" else target
-            draw = self.sampler.draw(query, self.num_samples, exclude=exclude, context=context, generator=generator)
-            self._sampling = time.perf_counter() - self._began
-            self._last = (query.detach(), target, draw)
-            if self.target_bias is not None and len(query):
-                self._adapt(self.target_bias)
-            pooled = self.sampler.scope == "batch" and len(query) > 0
-            negatives, log_count = (part[0] if pooled else part for part in draw)
-            if self._touched is not None:
-                self._touched += [target, negatives.flatten()]
-        bias = None if self.bias_embedding is None else self.bias_embedding.weight
-        losses = fused.pooled_losses if pooled else fused.sampled_losses
+            self._begin_step(query, target, context)
+        losses, drawn_for, draw = self._sampled(query, target, context, generator)
+        started = time.perf_counter()
+        with torch.no_grad():
+            self.sampler.observe(drawn_for.detach())
+            self._touch_drawn(target, draw)
+        self._sampling += time.perf_counter() - started
+        return losses
+
+    def _begin_step(self, query: Tensor, target: Tensor, context: Tensor | None) -> None:
+        """Bring the sampler and the number of negatives up to date, and remember the batch."""
+        self._time_step()
+        self._refresh_sampler()
+        self._last = (query.detach(), target, context)
+        if self.tolerance is not None and self._size_of_batch():
+            self._adapt(self.tolerance)
+
+    def _sampled(
+        self, query: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor, samplers.Draw]:
+        """Losses ``(batch,)`` with negatives that are drawn now; the queries they were drawn for; and the draw."""
+        with torch.no_grad():
+            draw = self.sampler.draw(query, self.num_samples, exclude=target, context=context, generator=generator)
+        self._sampling = time.perf_counter() - self._began
         options = {"prediction": self.prediction, "sparse": self.sparse}
-        return losses(query, self.weight, bias, target, negatives, log_count, **options)
+        return fused.sampled_loss(query, *self._tables(), target, draw, **options)[0], query, draw
+
+    def _tables(self) -> tuple[Tensor, Tensor | None]:
+        return self.weight, None if self.bias_embedding is None else self.bias_embedding.weight
+
+    def _touch_drawn(self, target: Tensor, draw: samplers.Draw) -> None:
+        if self._touched is not None:
+            self._touched += [target, draw.classes()]
 
     def _refresh_sampler(self) -> None:
         """Let an adaptive sampler follow the weights: the rows that the last steps touched, or all of them."""
         step = int(self.step)
         self.step += 1
-        if not self.sampler.adaptive:
+        sampler = self.sampler
+        if not sampler.adaptive:
             return
-        if not self.sampler.incremental or self._touched is None or step % REFRESH_ALL == 0:
-            self.sampler.update(self.weight, bias=self.bias)
-        elif self._tracked():
-            self.sampler.update(self.weight, self.get_extra_state(), bias=self.bias)
+        sweeps = isinstance(sampler, samplers.Blocks)  # finds by itself what changed unseen
+        if not sampler.incremental or self._touched is None or (step % REFRESH_ALL == 0 and not sweeps):
+            sampler.update(self.weight, bias=self.bias)
+        elif self._tracked() or sweeps:
+            sampler.update(self.weight, self.get_extra_state(), bias=self.bias)
         elif step % REFRESH_UNTRACKED == 0:
-            self.sampler.update(self.weight, bias=self.bias)
+            sampler.update(self.weight, bias=self.bias)
         self._touched = []
 
-    @torch.no_grad()
-    def diagnostics(self) -> Diagnostics:
-        """What the last training step paid for sampling, estimated from its own draw; see `Diagnostics`.
+    def refresh(self) -> None:
+        """Bring all statistics of an adaptive sampler up to date with the class weights, O(n·d·log n).
 
-        The estimate takes at most 256 examples of the batch and the present class weights. Its cost is that of their
-        logits; nothing is computed before it is asked for.
+        Training does this in passing. Call it after you have changed weights yourself, or once before serving with
+        ``topk(…, probe=…)``.
         """
-        if self._last is None or not len(self._last[0]):
+        self.sampler.update(self.weight, bias=self.bias)
+        self._touched = []
+
+    def _attach_sampler(self) -> None:
+        """Let the tree of blocks see the weights, which may have been loaded or made since the last step."""
+        if self._touched is None:
+            self.refresh()
+        self.sampler.attach(self.weight, self.bias)  # pyright: ignore[reportCallIssue]
+
+    def diagnostics(self, examples: int = MEASURED) -> Diagnostics:
+        """Measure what the last training step paid for sampling; see `Diagnostics`.
+
+        Computes the exact loss of some examples of the last batch, at even distances, over all classes, and draws for
+        them afresh a few times, with the present class weights. Costs O(examples · n · d). Changes nothing.
+        """
+        checks.positive_int("examples", examples)
+        if not self._size_of_batch():
             raise ValueError("diagnostics need a training step with at least one target before them")
-        found = self._estimate()
-        untracked = self.sampler.adaptive and self.sampler.incremental and not self._tracked()
+        found = self._measure(examples, DRAWS)
+        mean = found.difference.mean(dim=0)
+        error = float(mean.std()) / math.sqrt(len(mean)) if len(mean) > 1 else math.nan
+        sampler = self.sampler
+        untracked = isinstance(sampler, samplers.KernelTree) and not self._tracked()
         return Diagnostics(
-            num_samples=self._last[2].ids.shape[-1],
-            effective_samples=float(found.effective_samples.mean()),
-            chi_square=float(found.chi_square.mean()),
-            bias=float(found.bias.mean()),
-            stale_steps=(int(self.step) - 1) % REFRESH_UNTRACKED if untracked else 0,
+            own=getattr(sampler, "own", self.num_samples if sampler.scope == "example" else 0),
+            pool=min(self.num_samples, self.num_classes) if sampler.scope == "batch" else 0,
+            bias=float(mean.mean()),
+            bias_error=error,
+            error=float(found.difference.square().mean().sqrt()),
+            gradient_error=float(found.gradient.square().mean().sqrt()),
+            stale_steps=(int(self.step) - 1) % REFRESH_UNTRACKED if untracked else sampler.staleness(),
             sampling_share=self._share,
         )
 
-    def _estimate(self) -> Estimate:
-        """Quality of the last draw, for examples at even distances in the batch."""
-        return estimate(*self._last_outputs(), self.sampler.unit, self.sampler.distinct)
+    def _size_of_batch(self) -> int:
+        return 0 if self._last is None else len(self._last[0])
 
-    def _last_outputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs of the positives and negatives of these examples, and the log-counts of the latter."""
+    def _measure(self, examples: int, draws: int) -> Measured:
+        """Sampled against exact losses of some examples of the last batch."""
         assert self._last is not None
-        query, target, draw = self._last
-        every = math.ceil(len(query) / DIAGNOSED)
-        query, target, ids, log_count = (part[::every] for part in (query, target, *draw))
-        log_count = log_count.masked_fill(ids == target.unsqueeze(-1), math.inf)
-        weight, bias = self.weight, self.bias
-        positive = (query * weight[target].to(query.dtype)).sum(dim=-1)
-        if self.sampler.scope == "batch":
-            negative = query @ weight[ids[0]].to(query.dtype).T
-        else:
-            parts = zip(query, ids, strict=True)
-            negative = torch.stack([weight[own].to(query.dtype) @ example for example, own in parts])
-        if bias is not None:
-            positive, negative = positive + bias[target], negative + bias[ids]
-        positive, negative = (functional.output(part, self.prediction) for part in (positive, negative))
-        return positive, negative, log_count
+        every = max(1, math.ceil(len(self._last[0]) / examples))
+        query, target, context = (None if part is None else part[::every].contiguous() for part in self._last)
+        assert query is not None
+        assert target is not None
+        generator = torch.Generator(query.device).manual_seed(int(self.step))  # not that of training
+        sampling = self._sampling
+        if isinstance(self.sampler, samplers.Blocks):
+            self.sampler.attach(self.weight, self.bias)
+        with full_precision(query):
+            found = measure(
+                query,
+                lambda query: self._exact_losses(query, target),
+                lambda query: self._sampled(query, target, context, generator)[0],
+                draws,
+            )
+        self._sampling = sampling
+        return found
 
-    def _adapt(self, target_bias: float) -> None:
-        """Draw more or fewer from the next step on, as the bias of this one asks for."""
-        step = int(self.step)
-        if step < ADAPT_EVERY or step % ADAPT_EVERY == 0:
-            assert self._last is not None
-            lowest = min(self.num_classes, FEWEST_UNITS * self.sampler.unit)
-            highest = max(lowest, min(self.num_classes, functional.MAX_LOGITS // len(self._last[0])))
-            # The bias falls about as 1/num_samples: their product is what is averaged. The mean of the estimates is
-            # right, single ones are not: a sample that misses much does not know it.
-            product = -float(self._estimate().bias.mean()) * self.num_samples
-            self.bias_product.lerp_(self.bias_product.new_tensor(product), max(ADAPT_WEIGHT, 1 / step))
-            wanted = float(self.bias_product) / target_bias
-            wanted = round(max(self.num_samples / 2, min(2 * self.num_samples, wanted)))
-            self.num_samples = max(lowest, min(highest, wanted))
-            self.adapted_samples.fill_(self.num_samples)
+    def _adapt(self, tolerance: float) -> None:
+        """Draw more or fewer from this step on, as the measured bias asks for."""
+        step, batch = int(self.step), self._size_of_batch()
+        work = batch * (self.num_samples + getattr(self.sampler, "own", 0)) * 3  # multiplications per column
+        every = max(1, round(MEASURED * self.num_classes / work / MEASURING))
+        if step > 4 and step % every:
+            return
+        product = -steady_bias(self._measure(MEASURED, 2).difference) * self.num_samples
+        if not math.isfinite(product):
+            return
+        old = float(self.bias_product)
+        # The bias falls about as 1/num_samples: their product is what is averaged.
+        mean = product if math.isnan(old) else old + ADAPT_WEIGHT * (product - old)
+        self.bias_product.fill_(mean)
+        highest = max(FEWEST_SAMPLES, min(self.num_classes, functional.MAX_LOGITS // batch))
+        wanted = max(self.num_samples / 2, min(2 * self.num_samples, mean / tolerance))
+        self._set_samples(max(min(FEWEST_SAMPLES, self.num_classes), min(highest, round(wanted))))
+
+    def _set_samples(self, number: int) -> None:
+        self.num_samples = number
+        self.adapted_samples.fill_(number)
+        if isinstance(self.sampler, samplers.Blocks):
+            self.sampler.own = max(1, round(self._own_share * number))
 
     def _time_step(self) -> None:
         """Note that a step begins, and the share of the last one that went into sampling."""
@@ -367,8 +429,8 @@ class SampledSoftmax(nn.Module):
     def _load_from_state_dict(self, *args: Any) -> None:  # pyright: ignore
         self._touched = None  # unless the checkpoint knows better: the weights are new
         super()._load_from_state_dict(*args)
-        if self.target_bias is not None:
-            self.num_samples = int(self.adapted_samples)
+        if self.tolerance is not None:
+            self._set_samples(int(self.adapted_samples))
 
     def _check_input(self, input: Tensor) -> Tensor:
         """Check the queries and bring them to the precision of the computation."""
@@ -383,6 +445,6 @@ class SampledSoftmax(nn.Module):
         """Show the sizes and what differs between layers."""
         return (
             f"in_features={self.in_features}, num_classes={self.num_classes}, num_samples={self.num_samples}, "
-            f"target_bias={self.target_bias}, prediction={self.prediction!r}, bias={self.bias_embedding is not None}, "
+            f"tolerance={self.tolerance}, prediction={self.prediction!r}, bias={self.bias_embedding is not None}, "
             f"sparse={self.sparse}, reduction={self.reduction!r}"
         )

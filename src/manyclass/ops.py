@@ -70,29 +70,42 @@ if _NATIVE:
     def _(threshold: Tensor, alias: Tensor, start: Tensor, length: Tensor, uniform: Tensor) -> Tensor:
         return torch.empty_like(uniform, dtype=torch.long)
 
+    @torch.library.register_fake("manyclass::best_classes")
+    def _(query, mean, spread, weight, bias, order, outliers, blocks, top, width, k, absolute):
+        one = query.new_empty(len(query))
+        return query.new_empty(len(query), k), one.new_empty(len(query), k, dtype=torch.long), one, one.clone()
+
     @torch.library.register_fake("manyclass::bisect")
-    def _(weight, levels, outliers_first):
-        return torch.empty(len(weight), dtype=torch.long)
+    def _(rows, borders):
+        return rows.new_empty(len(rows), dtype=torch.long)
 
-    @torch.library.register_fake("manyclass::block_masses")
-    def _(query, groups, mean, directions, spread, group, absolute):
-        return query.new_empty(*groups.shape, group)
+    @torch.library.register_fake("manyclass::own_draw")
+    def _(query, exclude, uniform, mean, spread, weight, bias, order, sums, pool, *sizes):
+        slots = (len(query), sizes[4])
+        pairs = torch.library.get_ctx().new_dynamic_size()
+        ids, hidden = query.new_empty(slots, dtype=torch.long), query.new_empty(2, pairs, dtype=torch.long)
+        return ids, query.new_empty(slots), hidden, query.new_empty(len(query))
 
-    @torch.library.register_fake("manyclass::pooled_loss_")
-    def _(logits, positive, log_count, pool, target, absolute):
-        return torch.empty_like(positive), torch.empty_like(positive)
+    @torch.library.register_fake("manyclass::pool_draw")
+    def _(sums, uniform, classes, outliers, samples, share):
+        return uniform.new_empty(samples, dtype=torch.long), uniform.new_empty(samples)
 
-    @torch.library.register_fake("manyclass::sampled_loss")
-    def _(query, weight, bias, classes, log_count, absolute):
-        return query.new_empty(len(query)), query.new_empty(classes.shape), torch.empty_like(query)
-
-    @torch.library.register_fake("manyclass::sampled_loss_rows")
-    def _(query, classes, slopes, num_classes):
+    @torch.library.register_fake("manyclass::row_gradients")
+    def _(query, classes, slopes, pool, pool_values, pool_bias_values, num_classes):
         rows = torch.library.get_ctx().new_dynamic_size()
         return classes.new_empty(rows), query.new_empty(rows, query.shape[1]), query.new_empty(rows, 1)
 
+    @torch.library.register_fake("manyclass::sampled_loss_")
+    def _(logits, query, weight, bias, classes, log_count, pool_log_count, hidden, absolute):
+        each = query.new_empty(len(query))
+        return each, each.clone(), query.new_empty(classes.shape), torch.empty_like(query)
+
+    @torch.library.register_fake("manyclass::sum_up_")
+    def _(sums, leaves):
+        return None
+
     @torch.library.register_fake("manyclass::summarise_")
-    def _(mean, directions, spread, farthest, reach, weight, bias, order, blocks, iterations):
+    def _(mean, spread, weight, bias, order, blocks, outliers, num_blocks, top):
         return None
 
     @torch.library.register_fake("manyclass::tree_draw")

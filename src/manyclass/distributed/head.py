@@ -1,5 +1,6 @@
 """The output layer with its classes dealt out to the ranks of a process group."""
 
+import inspect
 import math
 import time
 from typing import Any
@@ -11,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import checks, functional, samplers
-from ..diagnostics import Diagnostics, Estimate, estimate
-from ..head import DIAGNOSED, SampledSoftmax, full_precision
+from ..diagnostics import Diagnostics, Measured
+from ..fused import sampled_loss
+from ..head import MEASURED, SampledSoftmax, full_precision
 from . import collectives, state, stratum
 from .allocation import SPLITS, allocate, even
 
@@ -42,7 +44,7 @@ class ShardedSampledSoftmax(SampledSoftmax):
         split: ``"even"`` draws as many negatives from each shard; ``"mass"`` draws by the shards' masses, as far as the
             sampler knows them: one further number per example and rank is exchanged.
         options: the other arguments of `SampledSoftmax`, but no tied weights (``embedding``). ``counts`` and ``pairs``
-            are those of all classes.
+            are those of all classes; ``own`` and ``probe`` are shared out to the ranks.
 
     `state_dict` has the class weights as `DTensor` for `torch.distributed.checkpoint`, which loads them on any number
     of ranks, and nothing of the sampler, which is rebuilt from them.
@@ -71,7 +73,7 @@ class ShardedSampledSoftmax(SampledSoftmax):
         if num_classes - (world - 1) * size < 2:
             raise ValueError(f"num_classes must leave 2 classes or more to each of {world} ranks, got {num_classes}")
         if isinstance(sampler, str):
-            sampler, options = _of_shard(sampler, options, first, last, num_classes)
+            sampler, options = _of_shard(sampler, options, first, last, num_classes, world)
         with torch.random.fork_rng(devices=[]):  # how much is drawn here depends on the number of ranks
             super().__init__(in_features, last - first, sampler, num_samples, **options)
         if self.num_samples < world:
@@ -115,8 +117,10 @@ class ShardedSampledSoftmax(SampledSoftmax):
             return found.log_softmax(dim=-1).reshape(*query.shape[:-1], self.num_classes)
 
     @torch.no_grad()
-    def topk(self, input: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The ``k`` most probable classes of all ranks; see `SampledSoftmax.topk`."""
+    def topk(self, input: Tensor, k: int, *, probe: int | None = None) -> tuple[Tensor, Tensor]:
+        """The ``k`` most probable classes of all ranks; see `SampledSoftmax.topk`. Takes no ``probe``."""
+        if probe is not None:
+            raise ValueError("probe must be None: a sharded layer scores all classes, each rank its own")
         checks.positive_int("k", k)
         if k > self.num_classes:
             raise ValueError(f"k must be at most num_classes = {self.num_classes}, got {k}")
@@ -141,23 +145,19 @@ class ShardedSampledSoftmax(SampledSoftmax):
         """The most probable class of each query, shape ``(*batch)``."""
         return self.topk(input, 1)[1].squeeze(-1)
 
-    def _sampled_losses(
+    def _sampled(
         self, query: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor, samplers.Draw]:
         everyone, rows, target, context = self._gather_examples(query, target, context)
         with torch.no_grad():
-            self._time_step()
-            self._refresh_sampler()
             draw = self._draw(everyone.detach(), target, context, generator)
-            self._sampling = time.perf_counter() - self._began
-            self._last = (everyone.detach(), target, draw)
-            if self.target_bias is not None and len(everyone):
-                self._adapt(self.target_bias)
-            pooled = self.sampler.scope == "batch" and len(everyone) > 0
-            ids, log_count = (part[0] if pooled else part for part in draw)
-        options = {"prediction": self.prediction, "sparse": self.sparse, "replicas": self._replicas}
-        terms = stratum.sampled(everyone, *self._tables(), target, ids, log_count, **options)
-        return self._combine(terms, rows)
+        self._sampling = time.perf_counter() - self._began
+        options = {"prediction": self.prediction, "sparse": self.sparse, "exchange": self._replicas.mean}
+        loss, positive = sampled_loss(everyone, *self._tables(), target, draw, **options)
+        return self._combine((loss + positive, positive), rows), everyone, draw
+
+    def _touch_drawn(self, target: Tensor, draw: samplers.Draw) -> None:
+        """Rows are touched when their gradients are known: those of other replicas, too."""
 
     def _exact_losses(self, query: Tensor, target: Tensor) -> Tensor:
         everyone, rows, target, _ = self._gather_examples(query, target, None)
@@ -197,10 +197,8 @@ class ShardedSampledSoftmax(SampledSoftmax):
     def _draw(
         self, query: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None
     ) -> samplers.Draw:
-        """Negatives from the own classes for all examples; a pool may hold their positives."""
-        # Blocks take the number of classes; others that of draws, whatever a draw returns.
-        unit = self.sampler.unit if self.sampler.distinct else 1
-        units = max(self.world, round(self.num_samples / unit))
+        """Negatives from the own classes for all examples."""
+        units = max(self.world, self.num_samples)
         pooled = self.sampler.scope == "batch"
         if self.split == "even":
             number = even(units, self.world, self.rank)
@@ -213,16 +211,15 @@ class ShardedSampledSoftmax(SampledSoftmax):
             numbers = allocate(share, units)[self.rank]
             number = int(numbers[0]) if pooled else 0
         if pooled:
-            return self.sampler.draw(query, number * unit, generator=generator)
-        return self._draw_each(query, target, context, numbers, unit, generator)
+            return self.sampler.draw(query, number, exclude=target, generator=generator)
+        return self._draw_each(query, target, context, numbers, generator)
 
     def _draw_each(
         self,
         query: Tensor,
         target: Tensor,
         context: Tensor | None,
-        numbers: Tensor,  # shape: (batch,), units of each example
-        unit: int,
+        numbers: Tensor,  # shape: (batch,), draws of each example
         generator: torch.Generator | None,
     ) -> samplers.Draw:
         """Examples that draw alike draw together: as many, and with or without a positive to exclude."""
@@ -232,8 +229,7 @@ class ShardedSampledSoftmax(SampledSoftmax):
             chosen = (kinds == kind).nonzero().squeeze(-1)
             exclude = target[chosen] if kind % 2 else None
             own = None if context is None else context[chosen]
-            number = kind // 2 * unit
-            draw = self.sampler.draw(query[chosen], number, exclude=exclude, context=own, generator=generator)
+            draw = self.sampler.draw(query[chosen], kind // 2, exclude=exclude, context=own, generator=generator)
             found.append((chosen, draw))
         width = max((draw.ids.shape[1] for _, draw in found), default=0)
         ids = target.new_zeros(len(query), width)
@@ -241,44 +237,27 @@ class ShardedSampledSoftmax(SampledSoftmax):
         for chosen, draw in found:
             ids[chosen, : draw.ids.shape[1]] = draw.ids
             log_count[chosen, : draw.ids.shape[1]] = draw.log_count.to(log_count.dtype)
-        return samplers.Draw(ids, log_count)
+        return samplers.Draw.each(ids, log_count)
 
-    def diagnostics(self) -> Diagnostics:
-        """As `SampledSoftmax.diagnostics`, for the examples and negatives of all ranks: all have to call it."""
-        found = super().diagnostics()
-        number = collectives.summed(self._number(found.num_samples), self.group, "the number of negatives")
-        return found._replace(num_samples=int(number))
+    def diagnostics(self, examples: int = MEASURED) -> Diagnostics:
+        """As `SampledSoftmax.diagnostics`, for examples and negatives of all ranks: all have to call it."""
+        found = super().diagnostics(examples)
+        own = collectives.summed(torch.tensor(found.own, device=self.weight.device), self.group, "own negatives")
+        return found._replace(own=int(own) if found.pool else found.own)
 
-    def _estimate(self) -> Estimate:
-        """Strata are drawn independently: their variances add up."""
-        positive, negative, log_count = self._last_outputs()
-        assert self._last is not None
-        own = self._last[1][:: math.ceil(len(self._last[0]) / DIAGNOSED)] >= 0
-        log_count = log_count.clamp(max=stratum.EMPTY)
-        rest = (negative - log_count).logsumexp(dim=-1)
-        found = torch.stack([rest, torch.where(own, positive, -stratum.EMPTY)])
-        found = collectives.gathered(found, self.group, "log-sum-exps")  # (ranks, 2, examples)
-        log_rest = found[:, 0].logsumexp(dim=0)
-        others = found.clone()
-        others[self.rank, 0] = -stratum.EMPTY
-        everything_else = others.flatten(0, 1).logsumexp(dim=0)
-        part = estimate(everything_else, negative, log_count, self.sampler.unit, self.sampler.distinct)
-        units = negative.shape[1] // self.sampler.unit
-        variance = part.chi_square / units * (2 * (rest - log_rest)).exp()
-        counts = torch.full_like(variance, units), torch.full_like(variance, negative.shape[1])
-        total = collectives.summed(torch.stack([part.bias, variance, *counts]), self.group, "variances")
-        chi_square = total[1] * total[2]
-        return Estimate(total[3] / (1 + chi_square), chi_square, total[0])
+    def _size_of_batch(self) -> int:
+        """Examples of all ranks that share the classes out, in the last step."""
+        own = 0 if self._last is None else len(self._last[0])
+        return int(collectives.summed(torch.tensor(own, device=self.weight.device), self.group, "batch sizes"))
 
-    def _adapt(self, target_bias: float) -> None:
-        """Shards may differ in the size of their blocks, and so in what they would take: the first one's counts."""
-        super()._adapt(target_bias)
-        number = collectives.gathered(self._number(self.num_samples), self.group, "the number of negatives")[0]
-        self.num_samples = max(self.world, int(number))
-        self.adapted_samples.fill_(self.num_samples)
+    def _measure(self, examples: int, draws: int) -> Measured:
+        """Each rank measures some of its examples, and all get what all have found."""
+        found = super()._measure(math.ceil(examples / self.world), draws)
+        parts, _ = collectives.gathered_rows([part.T.contiguous() for part in found], self.group, "measurements")
+        return Measured(*(part.T for part in parts))
 
-    def _number(self, value: int) -> Tensor:
-        return torch.tensor(value, device=self.weight.device)
+    def _set_samples(self, number: int) -> None:
+        super()._set_samples(max(getattr(self, "world", 1), number))
 
     def _touch(self, rows: Tensor) -> None:
         if self._touched is not None:
@@ -286,9 +265,6 @@ class ShardedSampledSoftmax(SampledSoftmax):
 
     def _tracked(self) -> bool:
         return self.sparse  # nobody else changes these rows, or it is told
-
-    def _tables(self) -> tuple[Tensor, Tensor | None]:
-        return self.weight, None if self.bias_embedding is None else self.bias_embedding.weight
 
     def _check_parallel(self) -> None:
         """Data parallelism would make all shards the same: what it broadcasts at its start is rank 0's."""
@@ -337,10 +313,14 @@ def _as_mesh(mesh: DeviceMesh | dist.ProcessGroup | None, device: Any) -> Device
 
 
 def _of_shard(
-    name: str, options: dict[str, Any], first: int, last: int, num_classes: int
+    name: str, options: dict[str, Any], first: int, last: int, num_classes: int, world: int
 ) -> tuple[str, dict[str, Any]]:
     """A sampler's name and options for the classes of one rank."""
     options = dict(options)
+    if name == "blocks":
+        for option in ("own", "probe"):
+            total = options.get(option, inspect.signature(samplers.Blocks).parameters[option].default)
+            options[option] = math.ceil(checks.positive_int(option, total) / world)
     if name == "log_uniform":  # by the ids of all classes, so the shards differ
         name, options["counts"] = "unigram", (1 / torch.arange(first + 1, last + 1).double()).log1p()
     elif name == "unigram" and isinstance(options.get("counts"), Tensor):

@@ -5,16 +5,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .. import functional, ops
-from ..fused import native_pool, select_rows
+from .. import functional
 from . import collectives
-
-# The log-count of an empty slot: finite, so that a stratum of empty slots has a finite gradient, 0.
-EMPTY = 1e30
 
 #: Takes the rows of the class weights that get a gradient.
 Touched = Callable[[Tensor], object]
@@ -54,43 +49,6 @@ class _Whole(torch.autograd.Function):
         return total / dist.get_world_size(ctx.group), None
 
 
-def sampled(
-    query: Tensor,  # shape: (batch, in_features)
-    weight: Tensor,  # shape: (classes of the shard, in_features)
-    bias: Tensor | None,  # shape: (classes of the shard, 1)
-    target: Tensor,  # shape: (batch,), −1 where the positive belongs to another rank
-    ids: Tensor,  # shape: (batch, num_samples), or (num_samples,) for a pool
-    log_count: Tensor,  # shape of ids
-    *,
-    prediction: str,
-    sparse: bool,
-    replicas: Replicas,
-) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp of the corrected negatives of this shard, and of the positive if it is here; and its output, or 0.
-
-    Both ``(batch,)``. The sum of the first over shards, in the log domain, less the sum of the second is the loss.
-    """
-    if ids.dim() == 1 and ops.native_for(query, weight):
-        arguments = (query, weight, bias, target, ids, log_count, prediction == "absolute", sparse, replicas.mean)
-        loss, positive = native_pool(*arguments)
-        return loss + positive, positive
-    own = target >= 0
-    rows, place = torch.unique(torch.cat([target[own], ids.flatten()]), return_inverse=True)
-    positives, negatives = place[: int(own.sum())], place[int(own.sum()) :].view(ids.shape)
-    drawn = select_rows(weight, rows, sparse, replicas.mean).to(query.dtype)
-    positive = (query[own] * F.embedding(positives, drawn)).sum(dim=-1)
-    if ids.dim() == 1:
-        negative = query @ F.embedding(negatives, drawn).T
-    else:
-        negative = torch.einsum("bd,bkd->bk", query, F.embedding(negatives, drawn))
-    if bias is not None:
-        offsets = select_rows(bias, rows, sparse, replicas.mean).to(query.dtype).squeeze(-1)
-        positive, negative = positive + offsets[positives], negative + offsets[negatives]
-    positive, negative = (functional.output(part, prediction) for part in (positive, negative))
-    log_count = log_count.clamp(max=EMPTY).masked_fill(ids == target.unsqueeze(-1), EMPTY)
-    return _with_positive(negative - log_count, positive, own)
-
-
 def exact(
     query: Tensor,
     weight: Tensor,
@@ -100,7 +58,11 @@ def exact(
     prediction: str,
     replicas: Replicas,
 ) -> tuple[Tensor, Tensor]:
-    """`sampled` with all classes of the shard; the gradients of the class weights are dense."""
+    """Log-sum-exp of all classes of this shard, and the output of the positive if it is here, or 0; both ``(batch,)``.
+
+    The sum of the first over shards, in the log domain, less the sum of the second is the loss. The gradients of the
+    class weights are dense.
+    """
     weight, bias = _whole(weight, bias, replicas)
     offsets = None if bias is None else bias.squeeze(-1)
     own = target >= 0
@@ -123,11 +85,6 @@ def _whole(weight: Tensor, bias: Tensor | None, replicas: Replicas) -> tuple[Ten
         return weight, bias
     parts = (weight, bias)
     return tuple(None if part is None else _Whole.apply(part, replicas.group) for part in parts)  # pyright: ignore
-
-
-def _with_positive(negative: Tensor, positive: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-    first = torch.full_like(negative[:, :1], -EMPTY).masked_scatter(own.unsqueeze(-1), positive)
-    return torch.cat([first, negative], dim=-1).logsumexp(dim=-1), _spread(positive, own)
 
 
 def _spread(values: Tensor, where: Tensor) -> Tensor:

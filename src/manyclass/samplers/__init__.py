@@ -65,8 +65,8 @@ def create(
         bias: whether the logits have offsets per class.
         options: ``counts`` and ``power`` for ``"unigram"``, ``pairs`` and ``interpolation`` for ``"bigram"``,
             ``alpha`` for ``"quadratic"``, which is a `KernelTree` from max(4096, D) classes on and a dense `Kernel`
-            below (make either yourself to decide otherwise), ``block_size``, ``rank`` and ``ending`` for ``"blocks"``,
-            ``scope`` for ``"blocks"``, ``"uniform"``, ``"log_uniform"`` and ``"unigram"``.
+            below (make either yourself to decide otherwise), ``own``, ``probe`` and ``block_size`` for ``"blocks"``,
+            ``scope`` for ``"uniform"``, ``"log_uniform"`` and ``"unigram"``.
     """
     checks.one_of("sampler", name, tuple(_NAMES))
     checks.positive_int("num_classes", num_classes)

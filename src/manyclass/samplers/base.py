@@ -13,18 +13,51 @@ SCOPES = ("example", "batch")
 
 
 class Draw(NamedTuple):
-    """Negatives drawn for a batch of examples."""
+    """Negatives of a batch of examples: those that each has for itself, and a pool that all share.
 
-    #: Class ids, shape ``(*batch, num_samples)``, int64; more per draw for samplers that return whole sets of classes.
+    Either part may be empty. A class enters an example's sample by one part only: where the example's own part
+    accounts for a class, the slots of the pool that hold it are in ``hidden``.
+    """
+
+    #: Classes that each example has for itself, shape ``(*batch, k)``, int64.
     ids: Tensor
     #: Log of the expected number of times that the id enters this example's sample, shape of ``ids``: ``ln(m·q)``
-    #: for ``m`` draws with replacement from ``q``. ``+inf`` marks an empty slot.
+    #: for ``m`` draws with replacement from ``q``, 0 for a class that is certain. ``+inf`` marks an empty slot.
     log_count: Tensor
+    #: Classes that all examples share, shape ``(m,)``, int64.
+    pool: Tensor
+    #: The same for these, shape ``(m,)``.
+    pool_log_count: Tensor
+    #: Slots of the pool that are empty for one example: pairs of an example, counted over the flattened batch, and a
+    #: slot, shape ``(2, pairs)``, int64.
+    hidden: Tensor
 
-    @property
-    def shared(self) -> bool:
-        """Whether all examples have the same ids: one pool, stored once and expanded."""
-        return self.ids.numel() > 0 and all(stride == 0 for stride in self.ids.stride()[:-1])
+    @staticmethod
+    def each(ids: Tensor, log_count: Tensor) -> "Draw":
+        """Negatives of each example, and no pool."""
+        empty = ids.new_empty(0)
+        return Draw(ids, log_count, empty, log_count.new_empty(0), ids.new_empty(2, 0))
+
+    @staticmethod
+    def shared(pool: Tensor, log_count: Tensor, shape: torch.Size, exclude: Tensor | None) -> "Draw":
+        """A pool for a batch of this ``shape``; slots that hold an example's excluded class are empty for it."""
+        hidden = pool.new_empty(2, 0) if exclude is None else same_class(pool, exclude.flatten())
+        return Draw(pool.new_empty(*shape, 0), log_count.new_empty(*shape, 0), pool, log_count, hidden)
+
+    def classes(self) -> Tensor:
+        """All classes that were drawn, shape ``(number,)``, some of them several times."""
+        return torch.cat([self.ids[self.log_count < math.inf], self.pool])
+
+
+def same_class(pool: Tensor, classes: Tensor) -> Tensor:
+    """Find pairs ``(example, slot)`` where ``pool (m,)`` holds the class of an example ``(batch,)``; ``(2, pairs)``."""
+    ordered, slot = pool.sort()
+    classes = classes.contiguous()
+    first, last = (torch.searchsorted(ordered, classes, right=right) for right in (False, True))
+    count = last - first
+    example = torch.arange(len(classes), device=pool.device).repeat_interleave(count)
+    within = torch.arange(len(example), device=pool.device) - (count.cumsum(0) - count)[example]
+    return torch.stack([example, slot[first[example] + within]])
 
 
 class Sampler(nn.Module):
@@ -45,10 +78,6 @@ class Sampler(nn.Module):
     scope = "example"
     #: Uniform numbers that one draw consumes.
     uniforms_per_draw = 1
-    #: Classes that are drawn together and stand side by side in a `Draw`.
-    unit = 1
-    #: Whether a sample never holds the same unit twice: its expected count is then a probability.
-    distinct = False
 
     num_classes: int
     #: Size of the query; None if any will do.
@@ -63,32 +92,28 @@ class Sampler(nn.Module):
         context: Tensor | None = None,  # shape: (*batch)
         generator: torch.Generator | None = None,
     ) -> Draw:
-        """Draw ``num_samples`` classes for each query, or for all queries together, with replacement.
+        """Draw ``num_samples`` classes for each query, or one pool for all queries, with replacement.
 
         Args:
             query: the model's last hidden layer.
-            num_samples: draws per example, m.
-            exclude: one class per example that must not be drawn, the positive. Draws come from q restricted to the
-                other classes and renormalised. A pool comes from q itself, and the positive's slots are empty.
+            num_samples: draws per example, or in the pool, m.
+            exclude: one class per example that must not be drawn, the positive. Draws of an example come from q
+                restricted to the other classes and renormalised. A pool comes from q itself, and the slots that hold
+                an example's positive are empty for it; −1 excludes none.
             context: what the next class is conditioned on, for the samplers that need it (``"bigram"``).
             generator: source of the random numbers; the same state gives the same draw.
         """
         checks.positive_int("num_samples", num_samples)
         flat, exclude, context = self._flatten(query, exclude, context)
-        pooled = self.scope == "batch"
+        pooled, dtype = self.scope == "batch", torch.promote_types(query.dtype, torch.float32)
         shape = (1 if pooled else len(flat), num_samples, self.uniforms_per_draw)
         uniform = torch.rand(shape, dtype=torch.float64, device=query.device, generator=generator)
         if pooled:
-            pool = self._draw(flat.new_zeros(1, flat.shape[1]), uniform, None, None)
-            ids, log_prob = (part.expand(len(flat), -1) for part in pool)
-            if exclude is not None:
-                # Here an infinite count, not a probability of 0: the slot is empty.
-                log_prob = log_prob.masked_fill(ids == exclude.unsqueeze(-1), math.inf)
-        else:
-            ids, log_prob = self._draw(flat, uniform, exclude, context)
-        log_count = (log_prob + math.log(num_samples)).to(torch.promote_types(query.dtype, torch.float32))
+            ids, log_prob = self._draw(flat.new_zeros(1, flat.shape[1]), uniform, None, None)
+            return Draw.shared(ids[0], (log_prob[0] + math.log(num_samples)).to(dtype), query.shape[:-1], exclude)
+        ids, log_prob = self._draw(flat, uniform, exclude, context)
         shape = (*query.shape[:-1], ids.shape[-1])
-        return Draw(ids.reshape(shape), log_count.reshape(shape))
+        return Draw.each(ids.reshape(shape), (log_prob + math.log(num_samples)).to(dtype).reshape(shape))
 
     def log_prob(
         self,
@@ -126,6 +151,13 @@ class Sampler(nn.Module):
     ) -> None:
         """Follow the class weights after they changed, everywhere or only in ``rows``. Fixed samplers ignore it."""
 
+    def staleness(self) -> float:
+        """Mean age of the statistics in updates; 0 if every update brings all of them up to date."""
+        return 0.0
+
+    def observe(self, query: Tensor) -> None:  # shape: (batch, in_features)
+        """See the queries of a training step that is over. Samplers that learn nothing from them ignore it."""
+
     def _draw(
         self,
         query: Tensor,  # shape: (batch, in_features)
@@ -157,7 +189,8 @@ class Sampler(nn.Module):
         if exclude is not None:
             if self.num_classes < 2:
                 raise ValueError("exclude leaves no class to draw: num_classes is 1, at least 2 are needed")
-            exclude = checks.indices("exclude", exclude, self.num_classes, batch_of=query).reshape(-1)
+            ignore = -1 if self.scope == "batch" else None
+            exclude = checks.indices("exclude", exclude, self.num_classes, batch_of=query, ignore=ignore).reshape(-1)
         if not self.needs_context:
             context = None
         elif context is None:

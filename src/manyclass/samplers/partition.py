@@ -1,40 +1,219 @@
-"""Blocks of classes that lie close together."""
+"""The tree of blocks: which class is where, what its nodes know, and how a new one grows beside the old one."""
 
-import itertools
+import math
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from .. import ops
+from .. import functional, ops
+from .bisection import bisect, direction
+
+# Three bisections lie between two levels that are kept.
+BRANCHING = 8
+# Nodes of the top level, of which every example scores all.
+TOP = 512
+# Classes that lie farthest out, which every example scores: a mean does not predict them.
+OUTLIERS = 64
+# Classes that are dealt to new blocks at once, so that no training step waits long.
+SLICE = 4096
+# Rows that the centre of all classes, or the direction of a split, is found from.
+SAMPLE = 1024
 
 
-def bisect(weight: Tensor, levels: int, outliers_first: bool) -> Tensor:
-    """Order classes so that ``2^levels`` equal runs of them are blocks of neighbours, shape ``(num_classes,)``.
+class Partition(nn.Module):
+    """Classes in ``2^levels`` blocks of neighbours, which are the leaves of a balanced tree.
 
-    Each run is halved at the median along its principal direction, ``levels`` times. O(n·d·levels).
+    Every node knows the mean of its members and their variance per column. A few classes that lie farthest out
+    belong to no block. ``sums`` holds a share for each block, and the sums of shares above.
 
     Args:
-        weight: shape ``(num_classes, columns)``.
-        levels: of bisections.
-        outliers_first: halve the first run by the distance from the mean of all classes instead. Then the first blocks
-            hold the classes that lie farthest out, and all blocks hold classes that lie about equally far.
+        num_classes: n.
+        columns: of the class weights, with one for their offsets.
+        block_size: classes in a block, rounded so that the number of blocks is a power of two.
     """
-    if ops.native_for(weight):
-        return torch.ops.manyclass.bisect(weight.contiguous(), levels, outliers_first)
-    num_classes = len(weight)
-    order = torch.arange(num_classes, device=weight.device)
-    distance = (weight.double() - weight.double().mean(dim=0)).square().sum(dim=1)
-    for level in range(levels):
-        borders = [j * num_classes // (1 << level) for j in range((1 << level) + 1)]
-        for start, stop in itertools.pairwise(borders):
-            if start == 0 and outliers_first:
-                order[:stop] = order[:stop][distance[order[:stop]].argsort(descending=True, stable=True)]
-                continue
-            members = weight[order[start:stop]].double()
-            centred = members - members.mean(dim=0)
-            direction = centred[centred.square().sum(dim=1).argmax()]
-            for _ in range(4):
-                direction = F.normalize(centred.T @ (centred @ direction), dim=0)
-            order[start:stop] = order[start:stop][(centred @ direction).argsort(stable=True)]
-    return order
+
+    order: Tensor
+    block_of: Tensor
+    mean: Tensor
+    spread: Tensor
+    sums: Tensor
+    refreshed: Tensor
+    grown: Tensor
+    vector: Tensor
+    farthest: Tensor
+    distance: Tensor
+
+    def __init__(self, num_classes: int, columns: int, block_size: int) -> None:
+        super().__init__()
+        self.num_classes, self.columns = num_classes, columns
+        self.outliers = min(OUTLIERS, num_classes // 16)
+        self.inside = num_classes - self.outliers
+        self.levels = min(max(0, round(math.log2(self.inside / block_size))), int(math.log2(self.inside)))
+        self.blocks = 1 << self.levels
+        self.block_size = math.ceil(self.inside / self.blocks)
+        widths = [self.blocks]
+        while widths[0] > TOP:
+            widths.insert(0, widths[0] // BRANCHING)
+        #: Nodes of each level that is kept, from the top to the blocks, and the first node of each.
+        self.widths, self.firsts = widths, [sum(widths[:i]) for i in range(len(widths))]
+        nodes = sum(widths)
+        # Classes in the order of their blocks, after the outliers; the block of each, −1 for an outlier.
+        self.register_buffer("order", torch.arange(num_classes, dtype=torch.int32))
+        self.register_buffer("block_of", torch.full((num_classes,), -1, dtype=torch.int32))
+        self.register_buffer("mean", torch.zeros(nodes, columns))
+        self.register_buffer("spread", torch.zeros(nodes))
+        # Node 1 is the root, 2·i and 2·i + 1 are the children of node i, and block b is node blocks + b.
+        self.register_buffer("sums", torch.zeros(2 * self.blocks, dtype=torch.float64))
+        # The update that summarised each block last.
+        self.register_buffer("refreshed", torch.zeros(self.blocks, dtype=torch.long))
+        # How far the tree has grown, in slices, and what it needs in between: the centre or the present direction, and
+        # the outliers found so far.
+        self.register_buffer("grown", torch.zeros((), dtype=torch.long))
+        self.register_buffer("vector", torch.zeros(columns))
+        self.register_buffer("farthest", torch.zeros(self.outliers, dtype=torch.long))
+        self.register_buffer("distance", torch.zeros(self.outliers))
+        # Levels whose segments are larger than a slice are halved slice by slice, the others all at once.
+        self.stepwise = 0
+        while self.stepwise < self.levels and math.ceil(self.inside / (1 << self.stepwise)) > SLICE:
+            self.stepwise += 1
+
+    @property
+    def slices(self) -> int:
+        """How many calls of `grow` make a tree."""
+        return self._scans() + sum(self._slices_of(level) << level for level in range(self.stepwise + 1))
+
+    def _scans(self) -> int:
+        return math.ceil(self.num_classes / SLICE)
+
+    def _slices_of(self, level: int) -> int:
+        """Slices of one segment of a level."""
+        return math.ceil(math.ceil(self.inside / (1 << level)) / SLICE) if level < self.stepwise else 1
+
+    def grow(self, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Take the next step towards a new tree; return the blocks that are now complete, if any.
+
+        A step reads at most `SLICE` rows of the class weights. The tree is complete after `slices` steps.
+        """
+        at = int(self.grown)
+        self.grown += 1
+        if at < self._scans():
+            self._scan(weight, bias, at)
+            return None
+        at -= self._scans()
+        for level in range(self.stepwise):
+            if at < self._slices_of(level) << level:
+                self._halve(weight, bias, level, *divmod(at, self._slices_of(level)))
+                return None
+            at -= self._slices_of(level) << level
+        return self._finish(weight, bias, at)
+
+    def _scan(self, weight: Tensor, bias: Tensor | None, at: int) -> None:
+        """Look for the outliers in a slice of the classes; after the last one, start the order."""
+        if at == 0:
+            every = torch.arange(0, self.num_classes, max(1, self.num_classes // SAMPLE), device=weight.device)
+            self.vector.copy_(rows_of(weight, bias, every).mean(dim=0))
+            self.distance.fill_(-1.0)
+        first = at * SLICE
+        ids = torch.arange(first, min(first + SLICE, self.num_classes), device=weight.device)
+        if self.outliers:
+            distance = (rows_of(weight, bias, ids) - self.vector).square().sum(dim=-1).nan_to_num(0.0)
+            distance, ids = torch.cat([self.distance, distance]), torch.cat([self.farthest, ids])
+            best = distance.topk(self.outliers).indices
+            self.distance.copy_(distance[best])
+            self.farthest.copy_(ids[best])
+        if at == self._scans() - 1:
+            others = torch.ones(self.num_classes, dtype=torch.bool, device=weight.device)
+            others[self.farthest] = False
+            self.order[: self.outliers] = self.farthest.sort().values.int()
+            self.order[self.outliers :] = others.nonzero().squeeze(-1).int()
+            self.block_of.fill_(-1)
+
+    def _halve(self, weight: Tensor, bias: Tensor | None, level: int, segment: int, part: int) -> None:
+        """Deal a slice of a large segment to its two halves: every so many of its classes, a sample of it."""
+        width, parts = self.blocks >> level, self._slices_of(level)
+        begin, middle, end = (
+            self._border(block) for block in (segment * width, segment * width + width // 2, (segment + 1) * width)
+        )
+        halves = [torch.arange(start + part, stop, parts) for start, stop in ((begin, middle), (middle, end))]
+        position = torch.cat(halves).to(weight.device)
+        ids = self.order[position].long()
+        rows = rows_of(weight, bias, ids)
+        if part == 0:
+            sample = rows[:: max(1, len(rows) // SAMPLE)]
+            self.vector.copy_(direction(sample, torch.ones_like(sample[:, 0], dtype=torch.bool)))
+        self.order[position] = ids[(rows @ self.vector).argsort(stable=True)].int()
+
+    def _finish(self, weight: Tensor, bias: Tensor | None, segment: int) -> Tensor:
+        """Divide a small segment into its blocks, and summarise them."""
+        width = self.blocks >> self.stepwise
+        blocks = torch.arange(segment * width, (segment + 1) * width, device=weight.device)
+        borders = self.border(torch.arange(segment * width, (segment + 1) * width + 1, device=weight.device))
+        begin, end = int(borders[0]), int(borders[-1])
+        ids = self.order[begin:end]
+        ids = ids[bisect(rows_of(weight, bias, ids.long()), borders - begin)]
+        self.order[begin:end] = ids
+        self.block_of[ids.long()] = blocks.repeat_interleave(borders.diff()).int()
+        self.summarise(weight, bias, blocks)
+        return blocks
+
+    def summarise(self, weight: Tensor, bias: Tensor | None, blocks: Tensor) -> None:
+        """Find the mean and the spread of some blocks, and of the nodes above them."""
+        if ops.native_for(weight, self.mean):
+            tables = (weight.contiguous(), weight.new_empty(0) if bias is None else bias.contiguous(), self.order)
+            sizes = (self.outliers, self.blocks, self.widths[0])
+            torch.ops.manyclass.summarise_(self.mean, self.spread, *tables, blocks.contiguous(), *sizes)
+            return
+        for part in blocks.split(max(1, functional.MAX_LOGITS // (self.block_size * self.columns))):
+            ids, inside = self.members(part)
+            rows = rows_of(weight, bias, ids) * inside.unsqueeze(-1)
+            self._set_moments(self.firsts[-1] + part, rows.sum(1), rows.square().sum((1, 2)), inside.sum(-1))
+        nodes = blocks
+        for level in range(len(self.widths) - 2, -1, -1):
+            nodes = (nodes // BRANCHING).unique()
+            children = nodes.unsqueeze(-1) * BRANCHING + torch.arange(BRANCHING, device=nodes.device)
+            size = self._sizes(children, level + 1)
+            below = self.firsts[level + 1] + children
+            mean = self.mean[below]
+            square = (mean.square().sum(-1) + self.columns * self.spread[below]) * size
+            total = (mean * size.unsqueeze(-1)).sum(1)
+            self._set_moments(self.firsts[level] + nodes, total, square.sum(-1), size.sum(-1))
+
+    def _set_moments(self, nodes: Tensor, total: Tensor, square: Tensor, size: Tensor) -> None:
+        mean = total / size.unsqueeze(-1)
+        self.mean[nodes] = mean
+        self.spread[nodes] = (square / size - mean.square().sum(-1)).clamp(min=0) / self.columns
+
+    def set_shares(self, blocks: Tensor, share: Tensor) -> None:
+        """Give each class of ``blocks (k,)`` a share ``(k,)``, and bring the sums above up to date."""
+        self.sums[self.blocks + blocks] = share.double() * self._sizes(blocks, -1)
+        if self.sums.device.type == "cpu" and ops.native_available():
+            torch.ops.manyclass.sum_up_(self.sums, blocks.contiguous())
+            return
+        nodes = self.blocks + blocks
+        for _ in range(self.levels):
+            nodes = (nodes // 2).unique()
+            self.sums[nodes] = self.sums[2 * nodes] + self.sums[2 * nodes + 1]
+
+    def members(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """The classes of blocks, one more dimension of ``block_size``, and which of them exist."""
+        start, stop = self.border(blocks).unsqueeze(-1), self.border(blocks + 1).unsqueeze(-1)
+        position = start + torch.arange(self.block_size, device=blocks.device)
+        return self.order[position.minimum(stop - 1)].long(), position < stop
+
+    def border(self, block: Tensor) -> Tensor:
+        """The first position of a block in ``order``."""
+        return self.outliers + block * self.inside // self.blocks
+
+    def _border(self, block: int) -> int:
+        return self.outliers + block * self.inside // self.blocks
+
+    def _sizes(self, nodes: Tensor, level: int) -> Tensor:
+        """Classes below nodes of a level that is kept."""
+        width = self.blocks // self.widths[level]
+        return self.border((nodes + 1) * width) - self.border(nodes * width)
+
+
+def rows_of(weight: Tensor, bias: Tensor | None, ids: Tensor) -> Tensor:
+    """Rows of the class weights in float32, with their offsets as a further column if there are any."""
+    rows = weight[ids].float()
+    return rows if bias is None else torch.cat([rows, bias[ids].float().unsqueeze(-1)], dim=-1)

@@ -74,7 +74,6 @@ class KernelTree(Incremental):
         if leaf_size is None:
             leaf_size = 4 * math.ceil(padded / self.columns / 2)
         self.leaf_size = min(checks.positive_int("leaf_size", leaf_size), num_classes)
-        self.unit = self.leaf_size if ending == "leaf" else 1
         self.sizes = [math.ceil(num_classes / self.leaf_size)]
         while self.sizes[0] > MAX_TOP:
             self.sizes.insert(0, math.ceil(self.sizes[0] / branching))

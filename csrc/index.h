@@ -1,0 +1,81 @@
+// The tree of blocks: where its nodes and classes lie, and how an example walks down it.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "check.h"
+#include "simd.h"
+
+namespace manyclass {
+
+// Every node that is kept has this many children that are kept: three bisections lie between two levels.
+constexpr int64_t kBranching = 8;
+
+// Positions of the classes: the first `outliers` belong to no block, the others to `blocks` blocks that differ in size
+// by at most one.
+struct Layout {
+  int64_t classes, outliers, blocks;
+
+  int64_t border(int64_t block) const { return outliers + block * (classes - outliers) / blocks; }
+  int64_t size(int64_t block) const { return border(block + 1) - border(block); }
+};
+
+// Levels of the tree, from the top to the leaves: the first node of each, their number, and the log of their members' number.
+struct Level {
+  int64_t first, nodes;
+  float log_size;
+};
+
+inline std::vector<Level> levels_of(const Layout& layout, int64_t top) {
+  std::vector<Level> levels;
+  for (int64_t nodes = layout.blocks; nodes >= top; nodes /= kBranching) {
+    const double size = static_cast<double>(layout.classes - layout.outliers) / static_cast<double>(nodes);
+    levels.push_back({0, nodes, static_cast<float>(std::log(size))});
+  }
+  std::reverse(levels.begin(), levels.end());
+  for (size_t i = 1; i < levels.size(); ++i) levels[i].first = levels[i - 1].first + levels[i - 1].nodes;
+  return levels;
+}
+
+// The members of a node of `nodes` on its level, as positions in the order of the classes.
+inline int64_t node_border(const Layout& layout, int64_t nodes, int64_t node) {
+  return layout.border(node * (layout.blocks / nodes));
+}
+
+inline void check_layout(const Layout& layout, int64_t top, int64_t nodes, const char* op) {
+  STD_TORCH_CHECK(layout.classes < (int64_t{1} << 31), op, ": there must be fewer than 2^31 classes");
+  STD_TORCH_CHECK(layout.blocks > 0 && layout.outliers >= 0 && layout.blocks + layout.outliers <= layout.classes, op,
+                  ": every block needs a class");
+  STD_TORCH_CHECK(top > 0 && top <= layout.blocks, op, ": top must be in [1, blocks], got ", top);
+  int64_t width = layout.blocks, total = layout.blocks;
+  while (width > top && width % kBranching == 0) total += width /= kBranching;
+  STD_TORCH_CHECK(width == top, op, ": blocks must be top times a power of ", kBranching);
+  STD_TORCH_CHECK(nodes == total, op, ": the tree must have ", total, " nodes, got ", nodes);
+}
+
+// The share of the pool that the blocks `first` … `first + width − 1`, all below `node` of the tree of sums, draw: `uniform`
+// of the pool is spread evenly over the classes, the rest follows the sums, if there are any.
+inline double pool_share(const Layout& layout, const double* sums, int64_t node, int64_t first, int64_t width,
+                         double uniform) {
+  const auto members = static_cast<double>(layout.border(first + width) - layout.border(first));
+  const double even = members / static_cast<double>(layout.classes - layout.outliers);
+  return sums[1] > 0 ? uniform * even + (1 - uniform) * sums[node] / sums[1] : even;
+}
+
+// How often each class of a block is expected in a pool of `samples`; a pool of all classes has each once.
+inline double pool_count(const Layout& layout, const double* sums, int64_t block, int64_t size, int64_t samples,
+                         double uniform) {
+  const auto inside = static_cast<double>(layout.classes - layout.outliers);
+  if (samples >= layout.classes - layout.outliers) return 1;
+  const double share = sums[1] > 0 ? sums[layout.blocks + block] / sums[1] / static_cast<double>(size) : 1 / inside;
+  return static_cast<double>(samples) * (uniform / inside + (1 - uniform) * share);
+}
+
+inline bool within(const int32_t* data, int64_t count, int64_t limit) {
+  return std::all_of(data, data + count, [&](int32_t id) { return 0 <= id && id < limit; });
+}
+
+}  // namespace manyclass

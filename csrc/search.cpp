@@ -1,0 +1,317 @@
+// Each example walks down the tree of blocks to those that hold most of its mass, and scores their classes exactly.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
+
+#include "index.h"
+
+namespace {
+
+using namespace manyclass;
+
+// A running log Σ exp.
+struct LogSum {
+  double largest = -INFINITY, sum = 0;
+
+  // Adds Σ exp(values), which are lost.
+  void add(float* values, int64_t count) {
+    if (count == 0) return;
+    const float top = manyclass::largest(values, count);
+    if (top == -INFINITY) return;
+    add(top, exp_sum(values, count, top));
+  }
+  void add(double shift, double part) {
+    if (shift > largest) sum *= std::exp(largest - shift), largest = shift;
+    sum += part * std::exp(shift - largest);
+  }
+  float value() const { return static_cast<float>(sum > 0 ? largest + std::log(sum) : -INFINITY); }
+};
+
+// Families of nodes that are asked for ahead of the one in use.
+constexpr int64_t kAhead = 2;
+
+struct Index {
+  const float *mean, *spread, *weight, *bias;
+  const int32_t* order;
+  Layout layout;
+  std::vector<Level> levels;
+  int64_t columns, width, nodes;
+  bool absolute;
+
+  Index(const Tensor& mean_, const Tensor& spread_, const Tensor& weight_, const Tensor& bias_, const Tensor& order_,
+        int64_t outliers, int64_t blocks, int64_t top, bool absolute_, const char* op)
+      : layout{order_.numel(), outliers, blocks}, absolute(absolute_) {
+    check(mean_, ScalarType::Float, 2, op, "mean");
+    check(spread_, ScalarType::Float, 1, op, "spread");
+    check(weight_, ScalarType::Float, 2, op, "weight");
+    check(bias_, ScalarType::Float, 1, op, "bias");
+    check(order_, ScalarType::Int, 1, op, "order");
+    columns = mean_.size(1), width = weight_.size(1), nodes = mean_.size(0);
+    check_layout(layout, top, nodes, op);
+    const bool offsets = bias_.numel() > 0;
+    STD_TORCH_CHECK(columns == width + offsets && weight_.size(0) == layout.classes &&
+                        (!offsets || bias_.numel() == layout.classes) && spread_.numel() == nodes,
+                    op, ": mean, spread, weight, bias and order must fit each other");
+    mean = mean_.const_data_ptr<float>(), spread = spread_.const_data_ptr<float>();
+    weight = weight_.const_data_ptr<float>(), order = order_.const_data_ptr<int32_t>();
+    bias = offsets ? bias_.const_data_ptr<float>() : nullptr;
+    levels = levels_of(layout, top);
+  }
+};
+
+// What one example meets on its way down.
+struct Visit {
+  const Index& index;
+  int64_t width;                         // nodes that are followed on every level
+  std::vector<int64_t> beam, next;       // nodes that are followed, of this level and of the next
+  std::vector<float> scores, spreads;
+  std::vector<int32_t> places;
+  std::vector<int64_t> ids;              // classes: the outliers, then the members of the visited blocks
+  std::vector<float> logits;             // their outputs
+  std::vector<int64_t> starts, begins;   // where the members of each visited block begin, in `ids` and in the order of all
+  LogSum pruned;                         // estimated mass of all that was not visited
+  float cutoff = 0;                      // smallest estimated log-mass of a visited block
+  bool finite = true;
+
+  Visit(const Index& index_, int64_t width_) : index(index_), width(width_) {}
+
+  // Estimated log-masses of all nodes of a level, or of the children of `parents`.
+  void score(const float* query, float norm, const Level& level, const int64_t* parents, int64_t count) {
+    const int64_t columns = index.columns, family = parents ? kBranching : level.nodes;
+    scores.resize(count * family), spreads.resize(count * family);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t node = level.first + (parents ? parents[i] * kBranching : 0);
+      if (i + kAhead < count) {
+        prefetch_row(index.mean + (level.first + parents[i + kAhead] * kBranching) * columns, kBranching * columns);
+      }
+      dots(query, index.mean + node * columns, family, columns, scores.data() + i * family);
+      std::copy_n(index.spread + node, family, spreads.data() + i * family);
+    }
+    finite &= masses(scores.data(), spreads.data(), count * family, norm, level.log_size, index.absolute) == 0;
+  }
+
+  // Keeps the best `width` of the scored nodes in `beam`; the others are pruned.
+  void keep_best(const int64_t* parents) {
+    const auto total = static_cast<int64_t>(scores.size());
+    const int64_t kept = std::min(width, total);
+    cutoff = kth_largest(scores.data(), total, kept);
+    places.resize(total);
+    select_best(scores.data(), total, cutoff, kept, places.data());
+    next.resize(kept);
+    for (int64_t i = 0; i < kept; ++i) {
+      const int64_t place = places[i];
+      next[i] = parents ? parents[place / kBranching] * kBranching + place % kBranching : place;
+      scores[place] = -INFINITY;
+    }
+    beam.swap(next);
+    if (kept < total) pruned.add(scores.data(), total);
+  }
+
+  void run(const float* query) {
+    pruned = LogSum();
+    finite = true;
+    float norm = 0;
+    dots(query, query, 1, index.columns, &norm);
+    for (size_t level = 0; level < index.levels.size(); ++level) {
+      const int64_t* parents = level ? beam.data() : nullptr;
+      const auto count = level ? static_cast<int64_t>(beam.size()) : 1;
+      score(query, norm, index.levels[level], parents, count);
+      keep_best(parents);
+    }
+    // Children of nodes that ascend ascend: the blocks come in the order of the classes.
+    const Layout& layout = index.layout;
+    begins.clear(), starts.clear();
+    ids.assign(index.order, index.order + layout.outliers);
+    for (const int64_t block : beam) {
+      begins.push_back(layout.border(block));
+      starts.push_back(static_cast<int64_t>(ids.size()));
+      ids.insert(ids.end(), index.order + begins.back(), index.order + layout.border(block + 1));
+    }
+    const auto number = static_cast<int64_t>(ids.size());
+    starts.push_back(number);
+    int64_t sound = 0;
+    for (const int64_t id : ids) sound |= id | (layout.classes - 1 - id);
+    if (sound < 0) {
+      finite = false;
+      return;
+    }
+    logits.resize(number);
+    dots_at(query, index.weight, ids.data(), number, index.width, logits.data());
+    float check = 0;
+    for (int64_t i = 0; i < number; ++i) {
+      if (index.bias) logits[i] += index.bias[ids[i]];
+      if (index.absolute) logits[i] = std::fabs(logits[i]);
+      check += logits[i] * 0.0f;
+    }
+    finite &= check == 0;
+  }
+};
+
+// The negatives that each example draws for itself, of the classes that it visits.
+// query: (batch, columns)   exclude: (batch,), −1 for none   uniform: (batch,), float64   sums: (2 · blocks,), float64
+// pool: (samples,), positions of the shared pool, ascending   share: of the pool that is drawn uniformly
+// -> ids (batch, number); log_count (batch, number), +inf for an empty slot; hidden (2, k): pairs of an example and a slot
+//    of the pool that its own draw accounts for; an estimate of the log of the whole mass (batch,), NaN if it is not finite
+std::tuple<Tensor, Tensor, Tensor, Tensor> own_draw(
+    const Tensor& query, const Tensor& exclude, const Tensor& uniform, const Tensor& mean, const Tensor& spread,
+    const Tensor& weight, const Tensor& bias, const Tensor& order, const Tensor& sums, const Tensor& pool,
+    int64_t outliers, int64_t blocks, int64_t top, int64_t width, int64_t number, double share, bool absolute) {
+  const char* op = "own_draw";
+  check(query, ScalarType::Float, 2, op, "query");
+  check(exclude, ScalarType::Long, 1, op, "exclude");
+  check(uniform, ScalarType::Double, 1, op, "uniform");
+  check(sums, ScalarType::Double, 1, op, "sums");
+  check(pool, ScalarType::Long, 1, op, "pool");
+  const Index index(mean, spread, weight, bias, order, outliers, blocks, top, absolute, op);
+  const int64_t batch = query.size(0), columns = query.size(1);
+  STD_TORCH_CHECK(columns == index.columns, op, ": query and mean differ in columns");
+  STD_TORCH_CHECK(exclude.numel() == batch && uniform.numel() == batch, op, ": exclude and uniform must be (batch,)");
+  STD_TORCH_CHECK(sums.numel() == 2 * blocks, op, ": sums must be (2 · blocks,)");
+  STD_TORCH_CHECK(width > 0 && number > 0, op, ": width and number must be positive");
+
+  Tensor ids = torch::stable::new_empty(query, {batch, number}, ScalarType::Long);
+  Tensor log_count = torch::stable::new_empty(query, {batch, number});
+  Tensor total = torch::stable::new_empty(query, {batch});
+  const auto* query_data = query.const_data_ptr<float>();
+  const auto* exclude_data = exclude.const_data_ptr<int64_t>();
+  const auto* uniform_data = uniform.const_data_ptr<double>();
+  const auto* sum_data = sums.const_data_ptr<double>();
+  const auto* pool_data = pool.const_data_ptr<int64_t>();
+  auto* id_data = ids.mutable_data_ptr<int64_t>();
+  auto* count_data = log_count.mutable_data_ptr<float>();
+  auto* total_data = total.mutable_data_ptr<float>();
+  std::vector<std::vector<int64_t>> hidden(batch);
+  const int64_t samples = pool.numel(), stretch = index.layout.classes / (samples + 1) + 1;
+  STD_TORCH_CHECK(std::is_sorted(pool_data, pool_data + samples) &&
+                      (samples == 0 || (pool_data[0] >= 0 && pool_data[samples - 1] < index.layout.classes)),
+                  op, ": pool must hold positions of classes, ascending");
+  std::vector<int64_t> slots_from(index.layout.classes / stretch + 1, samples);  // the first slot from each stretch on
+  for (int64_t slot = samples - 1; slot >= 0; --slot) slots_from[pool_data[slot] / stretch] = slot;
+  for (auto at = static_cast<int64_t>(slots_from.size()) - 2; at >= 0; --at) {
+    slots_from[at] = std::min(slots_from[at], slots_from[at + 1]);
+  }
+
+  torch::stable::parallel_for(0, batch, 4, [&](int64_t begin, int64_t end) {
+    Visit visit(index, width);
+    std::vector<float> chance, of_pool;
+    for (int64_t row = begin; row < end; ++row) {
+      visit.run(query_data + row * columns);
+      std::fill(id_data + row * number, id_data + (row + 1) * number, 0);
+      std::fill(count_data + row * number, count_data + (row + 1) * number, INFINITY);
+      total_data[row] = NAN;
+      if (!visit.finite) continue;
+      const auto count = static_cast<int64_t>(visit.ids.size());
+      of_pool.assign(count, samples >= index.layout.classes ? 1.0f : 0.0f);  // those of the outliers
+      for (size_t i = 0; i < visit.beam.size(); ++i) {
+        const int64_t first = visit.starts[i], last = visit.starts[i + 1];
+        const double rate = pool_count(index.layout, sum_data, visit.beam[i], last - first, samples, share);
+        std::fill(of_pool.begin() + first, of_pool.begin() + last, static_cast<float>(std::min(1.0, rate)));
+      }
+      leave_out(visit.ids.data(), count, exclude_data[row], visit.logits.data());
+      const float largest = manyclass::largest(visit.logits.data(), count);
+      std::vector<float>& e = visit.logits;
+      const float visited = largest > -INFINITY ? exp_sum(e.data(), count, largest) : 0.0f;
+      if (visited > 0) visit.pruned.add(largest, visited);
+      total_data[row] = visit.pruned.value();
+      if (visited == 0) continue;  // only the excluded class was visited
+      chance.resize(count);
+      choose(e.data(), of_pool.data(), count, number, visited, chance.data());
+      double end_of = 0, point = uniform_data[row];
+      int64_t slot = 0;
+      for (int64_t i = 0; i < count; ++i) {
+        end_of += chance[i];
+        if (end_of > point && chance[i] > 0 && slot < number) {
+          id_data[row * number + slot] = visit.ids[i];
+          count_data[row * number + slot] = std::log(chance[i]);
+          ++slot, ++point;
+        }
+      }
+      const auto hide = [&](int64_t first, int64_t last, int64_t start) {
+        int64_t slot = slots_from[first / stretch];
+        while (slot < samples && pool_data[slot] < first) ++slot;
+        for (; slot < samples && pool_data[slot] < last; ++slot) {
+          if (chance[start + pool_data[slot] - first] > 0) hidden[row].push_back(slot);
+        }
+      };
+      hide(0, outliers, 0);
+      for (size_t i = 0; i < visit.beam.size(); ++i) {
+        hide(visit.begins[i], visit.begins[i] + visit.starts[i + 1] - visit.starts[i], visit.starts[i]);
+      }
+    }
+  });
+  int64_t pairs = 0;
+  for (const auto& slots : hidden) pairs += static_cast<int64_t>(slots.size());
+  Tensor hidden_pairs = torch::stable::new_empty(query, {2, pairs}, ScalarType::Long);
+  auto* pair_data = hidden_pairs.mutable_data_ptr<int64_t>();
+  for (int64_t row = 0, at = 0; row < batch; ++row) {
+    for (const int64_t slot : hidden[row]) pair_data[at] = row, pair_data[pairs + at++] = slot;
+  }
+  return {ids, log_count, hidden_pairs, total};
+}
+
+// The best classes of those that each example visits.
+// -> outputs (batch, k) and ids (batch, k), best first; an estimate of the log of the whole mass (batch,), NaN if it is not
+//    finite; the smallest estimated log-mass of a visited block (batch,)
+std::tuple<Tensor, Tensor, Tensor, Tensor> best_classes(const Tensor& query, const Tensor& mean, const Tensor& spread,
+                                                const Tensor& weight, const Tensor& bias, const Tensor& order,
+                                                int64_t outliers, int64_t blocks, int64_t top, int64_t width, int64_t k,
+                                                bool absolute) {
+  const char* op = "best_classes";
+  check(query, ScalarType::Float, 2, op, "query");
+  const Index index(mean, spread, weight, bias, order, outliers, blocks, top, absolute, op);
+  const int64_t batch = query.size(0), columns = query.size(1);
+  STD_TORCH_CHECK(columns == index.columns, op, ": query and mean differ in columns");
+  const int64_t inside = index.layout.classes - outliers;
+  const int64_t smallest = outliers + (width < blocks ? inside / blocks * width : inside);
+  STD_TORCH_CHECK(width > 0 && k > 0 && k <= smallest, op, ": k must be at most the classes that are visited, ", smallest);
+  Tensor values = torch::stable::new_empty(query, {batch, k}), total = torch::stable::new_empty(query, {batch});
+  Tensor cutoff = torch::stable::new_empty(query, {batch});
+  Tensor ids = torch::stable::new_empty(query, {batch, k}, ScalarType::Long);
+  const auto* query_data = query.const_data_ptr<float>();
+  auto* value_data = values.mutable_data_ptr<float>();
+  auto* total_data = total.mutable_data_ptr<float>();
+  auto* cutoff_data = cutoff.mutable_data_ptr<float>();
+  auto* id_data = ids.mutable_data_ptr<int64_t>();
+  torch::stable::parallel_for(0, batch, 4, [&](int64_t begin, int64_t end) {
+    Visit visit(index, width);
+    std::vector<int32_t> place;
+    for (int64_t row = begin; row < end; ++row) {
+      visit.run(query_data + row * columns);
+      cutoff_data[row] = visit.cutoff;
+      total_data[row] = NAN;
+      if (!visit.finite) {
+        std::fill(id_data + row * k, id_data + (row + 1) * k, 0);
+        continue;
+      }
+      const auto count = static_cast<int64_t>(visit.ids.size());
+      place.resize(count);
+      select_best(visit.logits.data(), count, kth_largest(visit.logits.data(), count, k), k, place.data());
+      std::sort(place.begin(), place.begin() + k, [&](int32_t a, int32_t b) { return visit.logits[a] > visit.logits[b]; });
+      for (int64_t i = 0; i < k; ++i) {
+        value_data[row * k + i] = visit.logits[place[i]];
+        id_data[row * k + i] = visit.ids[place[i]];
+      }
+      visit.pruned.add(visit.logits.data(), count);
+      total_data[row] = visit.pruned.value();
+    }
+  });
+  return {values, ids, total, cutoff};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(manyclass, library) {
+  library.def(
+      "own_draw(Tensor query, Tensor exclude, Tensor uniform, Tensor mean, Tensor spread, Tensor weight, Tensor bias, "
+      "Tensor order, Tensor sums, Tensor pool, int outliers, int blocks, int top, int width, int number, float share, "
+      "bool absolute) -> (Tensor, Tensor, Tensor, Tensor)");
+  library.def(
+      "best_classes(Tensor query, Tensor mean, Tensor spread, Tensor weight, Tensor bias, Tensor order, int outliers, "
+      "int blocks, int top, int width, int k, bool absolute) -> (Tensor, Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(manyclass, CPU, library) {
+  library.impl("own_draw", TORCH_BOX(&own_draw));
+  library.impl("best_classes", TORCH_BOX(&best_classes));
+}
