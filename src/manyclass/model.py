@@ -39,8 +39,9 @@ class Model(nn.Module):
         if full:
             self.head: SampledSoftmax = full_layer(features, task.num_classes, **options)
             return
-        if settings.scope is not None:
-            options["scope"] = settings.scope
+        for name in ("scope", "own"):
+            if getattr(settings, name) is not None:
+                options[name] = getattr(settings, name)
         if settings.sampler in ("unigram", "bigram"):
             target, context = task.pairs()
             if settings.sampler == "unigram":
@@ -55,7 +56,7 @@ class Model(nn.Module):
             task.num_classes,
             settings.sampler,
             settings.num_samples,
-            target_bias=settings.target_bias,
+            tolerance=settings.tolerance,
             **options,
         )
 

@@ -203,7 +203,7 @@ def _curves(runs: Sequence[Run]) -> str:
     known = [bias for column in biases for bias in column if math.isfinite(bias)]
     if known:
         curves = list(zip(steps, biases, strict=True))
-        charts.append(page.chart(STEPS, "estimated bias of log Z (nats)", names, curves, page.limits([0.0, *known])))
+        charts.append(page.chart(STEPS, "measured bias of the loss (nats)", names, curves, page.limits([0.0, *known])))
     return page.legend(names) + '<div class="charts">\n' + "\n".join(charts) + "\n</div>"
 
 
@@ -293,7 +293,10 @@ def _negatives(run: Run) -> str:
     settings = run.config["settings"]
     number = run.rows[-1]["num_samples"]
     scope = settings.get("scope") or ("batch" if run.sampler == "blocks" else "example")
-    return NONE if math.isnan(number) else f"{number:.0f} {'shared' if scope == 'batch' else 'each'}"
+    if math.isnan(number):
+        return NONE
+    own = f"{settings.get('own') or 32} each, " if run.sampler == "blocks" else ""
+    return f"{own}{number:.0f} {'shared' if scope == 'batch' else 'each'}"
 
 
 def _perplexity(loss: float) -> float:

@@ -35,7 +35,7 @@ class Metrics(NamedTuple):
     train_loss: float | None
     #: Under the full softmax, always, in nats.
     heldout_loss: float
-    #: Estimated bias of the sampled loss in nats.
+    #: Bias of the sampled loss in nats, measured on some examples of the last batch.
     bias: float | None
     num_samples: int | None
 

@@ -11,7 +11,7 @@ PANELS = DATA, MODEL, LAYER, TRAINING, RUN = ("Data", "Model", "Output layer", "
 #: They do not change what is learned, so a resumed run may have others.
 FREE = ("out", "resume", "threads", "timeout", "checkpoint_every", "tensorboard")
 #: Samplers that can draw one pool for the batch.
-SCOPED = ("blocks", "uniform", "log_uniform", "unigram")
+SCOPED = ("uniform", "log_uniform", "unigram")
 
 
 def _option(panel: str, help: str, *names: str, **more: Any) -> Any:
@@ -29,9 +29,14 @@ SamplerName = Literal[
 ]
 Sampler = Annotated[SamplerName, _option(LAYER, "Where negatives come from; `full` scores all classes.")]
 NumSamples = Annotated[
-    int | None, _option(LAYER, "Negatives; default: 64 per example, or 4096 shared for `blocks`.", min=1)
+    int | None, _option(LAYER, "Negatives; default: 64 per example, or 2048 shared for a pool and `blocks`.", min=1)
 ]
-TargetBias = Annotated[float | None, _option(LAYER, "Instead of --num-samples: the bias to allow, in nats, e.g. 0.02.")]
+Own = Annotated[
+    int | None, _option(LAYER, "For `blocks`: negatives of each example alone, beside the pool; default: 32.", min=1)
+]
+Tolerance = Annotated[
+    float | None, _option(LAYER, "Instead of --num-samples: the bias to allow, in nats, e.g. 0.02; it is measured.")
+]
 Prediction = Annotated[
     Literal["softmax", "absolute"],
     _option(LAYER, "p ∝ exp(o), or p ∝ exp(|o|), which suits `quadratic` and `quartic`."),
@@ -53,10 +58,11 @@ class Settings:
 
     sampler: Sampler = "blocks"
     num_samples: NumSamples = None
-    target_bias: TargetBias = None
+    own: Own = None
+    tolerance: Tolerance = None
     scope: Annotated[
         Literal["example", "batch"] | None,
-        _option(LAYER, "Negatives for each example, or one pool for the batch; default: batch for `blocks`."),
+        _option(LAYER, "Of the static samplers: negatives for each example, or one pool for the batch."),
     ] = None
     power: Annotated[float, _option(LAYER, "Exponent of the class counts of `unigram`.")] = 1.0
     prediction: Prediction = "softmax"
@@ -93,18 +99,20 @@ class Settings:
     tensorboard: Annotated[bool, _option(RUN, "Write events for TensorBoard, too.", "--tensorboard")] = False
 
     def __post_init__(self) -> None:
-        for name in ("lr", "clip", "epochs", "target_bias"):
+        for name in ("lr", "clip", "epochs", "tolerance"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
-        if self.num_samples is not None and self.target_bias is not None:
-            raise ValueError("give --num-samples or --target-bias, not both")
+        if self.num_samples is not None and self.tolerance is not None:
+            raise ValueError("give --num-samples or --tolerance, not both")
         if self.sampler == "full":
-            for name in ("num_samples", "target_bias"):
+            for name in ("num_samples", "tolerance"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"--sampler full has no negatives, so it takes no --{name.replace('_', '-')}")
         if self.power != 1.0 and self.sampler != "unigram":
             raise ValueError(f"--power is for unigram, not for {self.sampler}")
+        if self.own is not None and self.sampler != "blocks":
+            raise ValueError(f"--own is for blocks, not for {self.sampler}")
         if self.scope is not None and self.sampler not in SCOPED:
             raise ValueError(f"--scope is for {', '.join(SCOPED)}, not for {self.sampler}")
 

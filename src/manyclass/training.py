@@ -123,8 +123,6 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
         bias = number = None
         if settings.sampler != "full":
             number = model.head.num_samples
-            if model.head.sampler.distinct:
-                number = min(number, task.num_classes)
             bias = model.head.diagnostics().bias if step else None
         rate = settings.lr * schedule(settings.schedule, max(0, step - 1) / steps)
         loss = evaluate(model, task, settings.eval_examples)["loss"]
