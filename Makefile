@@ -22,6 +22,7 @@ bench: .venv/ready
 	$(BIN)/manyclass bench step
 	$(BIN)/manyclass bench bias
 	$(BIN)/manyclass bench distributed
+	$(BIN)/manyclass bench retrieval
 
 .venv/torch: constraints.txt
 	$(PYTHON) -m venv .venv

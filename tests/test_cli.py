@@ -4,14 +4,17 @@ import csv
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from rich.progress import Progress
 
-from manyclass import demo
-from manyclass.bench import bias, draws, step, tree
+import manyclass as manyclass_package
+from manyclass import demo, samplers
+from manyclass.bench import bias, draws, judges, profiling, stalls, step, tensorflow_step, tree
 from manyclass.data import prepare_text, python_sources
 
 ROOT = Path(__file__).parent.parent
@@ -94,40 +97,167 @@ def test_bench_tree(tmp_path, monkeypatch):
     assert (tmp_path / "tree.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def read_csv(file: Path) -> list[dict[str, str]]:
+    with file.open() as lines:
+        return list(csv.DictReader(lines))
+
+
 def test_bench_step(tmp_path, monkeypatch):
     monkeypatch.setattr(step, "CLASSES", {16: (500, 5000), 32: (500, 5000, 9000)})
     monkeypatch.setattr(step, "LARGEST", 5000)
+    monkeypatch.setattr(step, "GROWTH", (500, 5000))
+    monkeypatch.setattr(step, "CONSECUTIVE", 1)
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
     console = Console(record=True, width=250)
     step.run(tmp_path, console)
-    assert "in units of the class weights: unigram" in console.export_text()
-    with (tmp_path / "step.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    layers = {"full softmax", "adaptive softmax", "uniform", "unigram", "quadratic", "blocks"}
+    printed = console.export_text()
+    assert "in units of the class weights: unigram" in printed
+    assert "pip install tensorflow-cpu" in printed
+    rows = read_csv(tmp_path / "step.csv")
+    pools = {step.EQUAL_NEGATIVES, step.EQUAL_ROWS, step.LOG_UNIFORM}
+    layers = {"full softmax", "adaptive softmax", "uniform", "unigram", "quadratic", step.BLOCKS, *pools}
     assert {row["layer"] for row in rows} == layers
-    assert len(rows) == 4 * len(layers) + 4  # beyond the largest there is no tree and no adaptive softmax
-    assert all(float(row["sampler_memory"]) > 0 for row in rows if row["layer"] == "blocks")
+    assert len(rows) == 4 * len(layers) + 7  # beyond the largest there is no tree and no adaptive softmax
+    assert all(float(row["sampler_memory"]) > 0 for row in rows if row["layer"] == step.BLOCKS)
+    seconds = {(row["in_features"], row["num_classes"], row["layer"]): float(row["seconds"]) for row in rows}
+    small, large = (seconds["16", n, step.BLOCKS] for n in ("500", "5000"))
+    assert f"d = 16: 10 times the classes, 500 to 5,000, take {large / small:.2f} times as long" in printed
+    for pool in pools:
+        ratio = seconds["32", "9000", step.BLOCKS] / seconds["32", "9000", pool]
+        assert f"{ratio:.2f} ({pool})" in printed
     assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
+    *parts, whole = read_csv(tmp_path / "profile.csv")
+    assert [part["part"] for part in parts] == [*profiling.CALLS, profiling.REST, "backward", "optimiser"]
+    assert all(float(part["milliseconds"]) > 0 for part in parts)
+    assert sum(float(part["milliseconds"]) for part in parts) == pytest.approx(float(whole["milliseconds"]))
 
 
-def test_bench_bias(tmp_path, monkeypatch):
-    monkeypatch.setattr(bias, "REPEATS", 20)
+def test_the_benches_measure_the_default_setting():
+    head = manyclass_package.SampledSoftmax(8, 1000)
+    assert (head.sampler.own, head.num_samples) == (step.OWN, step.POOL)
+    assert step.OWN + step.POOL in bias.TOTALS
+
+
+def test_timing_counts_every_kind_of_step():
+    calls = {"uneven": 0, "slow": 0}
+
+    def wait(name: str, durations: tuple[float, ...]) -> None:
+        time.sleep(durations[calls[name] % len(durations)])
+        calls[name] += 1
+
+    durations = {"uneven": (0.001, 0.009), "slow": (0.3,)}
+    found = step.time_steps({name: lambda name=name, some=some: wait(name, some) for name, some in durations.items()})
+    assert found["uneven"] >= 0.005  # the mean, not the best
+    assert found["slow"] >= 0.3
+    assert calls["slow"] <= 8  # not several times in a round
+
+
+def test_tensorflow_learns():
+    pytest.importorskip("tensorflow")
+    torch.manual_seed(0)
+    train = tensorflow_step.make(1000, 64, torch.randn(32, 16), torch.randint(1000, (32,)))
+    losses = [train() for _ in range(300)]
+    assert sum(losses[-10:]) < 0.2 * sum(losses[:10])
+
+
+@pytest.mark.parametrize("stalls_at_the_swap", [False, True])
+def test_bench_stalls(tmp_path, monkeypatch, stalls_at_the_swap):
+    swap = samplers.Blocks._swap
+
+    def slow_swap(sampler: samplers.Blocks) -> None:
+        time.sleep(2.0)
+        swap(sampler)
+
+    if stalls_at_the_swap:
+        monkeypatch.setattr(samplers.Blocks, "_swap", slow_swap)
+    console = Console(record=True, width=200)
+    stalls.run(tmp_path, console, 20_000, 5)
+    rows = read_csv(tmp_path / "stalls.csv")
+    grown = [int(row["grown"]) for row in rows]
+    slices = int(rows[0]["slices"])
+    # The first step, then those before each stop up to the last slice, then those with the new tree.
+    last = grown.index(slices - 1)
+    assert grown[1 : last + 1] == sorted(set(grown[1 : last + 1]))
+    assert len(grown) == last + 1 + stalls.AFTERWARDS
+    if stalls_at_the_swap:
+        printed = console.export_text()
+        assert "FAIL  the slowest later step" in printed
+        assert f"{slices - 1} of {slices} slices" in printed
+
+
+@pytest.fixture
+def small_judges(monkeypatch):
+    """Judges that are trained in a second, with few other batches."""
+    for name, value in {"ITEMS": 400, "USERS": 1100, "LENGTH": 6, "OTHERS": 3}.items():
+        monkeypatch.setattr(judges, name, value)
+    monkeypatch.setattr(bias, "WARM_UP", 3)
+    monkeypatch.setattr(step, "CONSECUTIVE", 1)
+
+
+def test_bench_bias(tmp_path, small_judges):
     text = write_text(tmp_path, 24_000, 300)
     console = Console(record=True, width=200)
-    bias.run(tmp_path, console, [text], steps=2, seed=0)
-    with (tmp_path / "bias.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert len({row["sampler"] for row in rows}) == 9
-    assert {row["prediction"] for row in rows} == {"softmax", "absolute"}
-    # 300 classes, hardly trained: nobody is far off, and a pool of all classes has no bias at all.
+    bias.run(tmp_path, console, [text], steps=2, epochs=0.5, seed=0)
+    rows = read_csv(tmp_path / "bias.csv")
+    named = {(row["model"], row["prediction"]): set() for row in rows}
+    for row in rows:
+        named[row["model"], row["prediction"]].add(row["sampler"])
+    common = {bias.UNIFORM, bias.UNIGRAM, bias.BLOCKS, "uniform", "unigram", "softmax", "quadratic tree"}
+    assert named == {
+        ("words", "softmax"): {*common, "bigram"},
+        ("words", "absolute"): {bias.BLOCKS, "quartic", "quadratic tree"},
+        ("sessions", "softmax"): common,
+    }
+    for model in ("words", "sessions"):  # equal negatives per example
+        for sampler in (bias.UNIFORM, bias.UNIGRAM, bias.BLOCKS):
+            own = [row for row in rows if row["sampler"] == sampler and row["prediction"] == "softmax"]
+            totals = [int(row["own"]) + int(row["pool"]) for row in own if row["model"] == model]
+            assert totals == list(bias.TOTALS)
+    # Few classes, hardly trained: nobody is far off, and a pool of all classes has no error at all.
     assert all(-0.5 < float(row["bias"]) < 0.1 for row in rows)
-    everything = [row for row in rows if row["sampler"] == "blocks, one pool" and int(row["negatives"]) > 1000]
-    assert everything
-    assert all(abs(float(row["bias"])) < 1e-5 for row in everything)
-    assert all(float(row["chi_square"]) > -1e-6 for row in rows)
+    assert all(float(row["error"]) >= abs(float(row["bias"])) * 0.999 for row in rows)
+    everything = [row for row in rows if row["sampler"] == bias.BLOCKS and int(row["pool"]) > 1000]
+    assert len(everything) == 6
+    assert all(float(row["error"]) < 1e-5 and float(row["gradient_error"]) < 1e-4 for row in everything)
+    assert console.export_text().count("PASS") == 4
     assert (tmp_path / "bias.png").read_bytes()[:4] == b"\x89PNG"
     text = write_text(tmp_path, 10_000, 300)
-    with pytest.raises(ValueError, match="490 held out; at least 1024 are needed there"):
-        bias.run(tmp_path, console, [text], steps=2, seed=0)
+    with pytest.raises(ValueError, match="500 held out; at least 1024 are needed there"):
+        bias.run(tmp_path, console, [text], steps=2, epochs=0.5, seed=0)
+
+
+def test_bench_bias_catches_a_wrong_sampler(small_judges):
+    class Wrong(samplers.Uniform):
+        def _log_prob(self, query, ids, exclude, context):
+            return super()._log_prob(query, ids, exclude, context) + 0.5
+
+    with Progress(console=Console(quiet=True)) as progress:
+        judge = judges.sessions(0.5, 0, progress)
+    batches = [judge.measured, *judge.others]
+    assert len(batches) == 4
+    queries = torch.cat([batch.query for batch in batches])
+    assert len(queries) == 4 * judges.EXAMPLES
+    assert len(queries.unique(dim=0)) > 0.9 * len(queries)  # other users, though some have the same history
+    right, wrong = (
+        next(iter(bias.measure(judge, bias.Alternative("", sampler(len(judge.weight), "batch"), (4096,)), 1.0)))
+        for sampler in (samplers.Uniform, Wrong)
+    )
+    assert abs(right.bias) < 0.02
+    assert -0.5 < wrong.bias < -0.4  # all negatives count too little, the positive does not
+    assert wrong.error > 5 * right.error
+
+
+@pytest.mark.parametrize(("of_blocks", "error", "expected"), [(-0.019, 0.05, "PASS"), (-0.021, 0.051, "FAIL")])
+def test_verdicts_compare_with_the_better_static_pool(of_blocks, error, expected):
+    def row(model: str, sampler: str, own: int, bias_: float, error: float) -> bias.Row:
+        return bias.Row(model, "softmax", sampler, own, step.OWN + step.POOL - own, bias_, 0.0, error, 0.1, 10.0, 2.0)
+
+    rows = [row(model, bias.UNIFORM, 0, -0.1, 0.9) for model in ("words", "sessions")]
+    rows += [row(model, bias.UNIGRAM, 0, -0.1, 0.1) for model in ("words", "sessions")]
+    rows += [row(model, bias.BLOCKS, step.OWN, of_blocks, error) for model in ("words", "sessions")]
+    lines = bias.verdicts(rows)
+    assert [line.split()[0] for line in lines] == [expected] * 4
+    assert all("unigram pool of 2,080" in line for line in lines[1::2])
 
 
 def test_the_python_sources_have_many_classes(tmp_path):

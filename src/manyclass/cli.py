@@ -109,9 +109,16 @@ def evaluate(
     run: RunFolder,
     k: Annotated[list[int] | None, typer.Option(min=1, help="Cut-offs of the ranking measures.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Held-out examples; default: all.")] = None,
+    probe: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rank through this many blocks per query, for runs of `blocks`; default: exactly."),
+    ] = None,
     threads: Threads = None,
 ) -> None:
-    """Exact loss, recall, precision, MRR and NDCG over all classes, on the held-out data of a run; never sampled."""
+    """Exact loss, recall, precision, MRR and NDCG over all classes, on the held-out data of a run; never sampled.
+
+    With --probe the ranking measures are approximate and faster. The loss stays exact.
+    """
     from rich.table import Table
 
     from . import training
@@ -122,14 +129,17 @@ def evaluate(
     console = _start(run, threads)
     with console.status("evaluating"):
         model, task, step = training.load(folder)
-        found = training.evaluate(model, task, limit, tuple(k or (1, 5, 10)))
+        found = training.evaluate(model, task, limit, tuple(k or (1, 5, 10)), probe)
     if task.recurrent:
         loss = found.pop("loss")
         found = {"loss": loss, "perplexity": math.exp(min(loss, 700)), **found}
     examples = min(limit or task.heldout_examples, task.heldout_examples)
-    folder.write_json("evaluation.json", {"step": step, "examples": examples, **found})
+    approximate = {} if probe is None else {"probe": probe}
+    folder.write_json("evaluation.json", {"step": step, "examples": examples, **approximate, **found})
     what = f"{run}, step {step}: {examples:,} held-out examples, all {task.num_classes:,} classes"
     console.print(what, soft_wrap=True)
+    if probe is not None:
+        console.print(f"ranking through {probe:,} blocks per query: approximate; the loss is exact", soft_wrap=True)
     table = Table()
     table.add_column("measure")
     table.add_column("value", justify="right")
@@ -245,15 +255,16 @@ def bias(
     text: Annotated[
         list[Path] | None, typer.Option(help="Text files to train on; default: the Python standard library's sources.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of the model.")] = 400,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of the language model.")] = 400,
+    epochs: Annotated[float, typer.Option(min=0.0, help="Epochs of the recommender, on synthetic sessions.")] = 6.0,
     out: Out = Path("out"),
-    seed: Annotated[int, typer.Option(help="Seed of the weights and the draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the data, the weights and the order of batches.")] = 0,
     threads: Threads = None,
 ) -> None:
-    """Bias of every sampler on a trained model, against what it costs. About 5 minutes."""
+    """Error of every sampler on two trained models, against what it costs. About 20 minutes."""
     from .bench import bias
 
-    bias.run(out, _start(out, threads), text, steps, seed)
+    bias.run(out, _start(out, threads), text, steps, epochs, seed)
 
 
 @bench.command()
@@ -277,8 +288,39 @@ def draws(out: Out = Path("out"), threads: Threads = None) -> None:
 
 
 @bench.command()
+def stalls(
+    classes: Annotated[int, typer.Option(min=1000, help="Number of classes.")] = 5_000_000,
+    steps: Annotated[int, typer.Option(min=2, help="Timed steps, spread over the growth of a tree.")] = 300,
+    out: Out = Path("out"),
+    threads: Threads = None,
+) -> None:
+    """The slowest training step of blocks, while it replaces its tree. About 3 minutes."""
+    from .bench import stalls
+
+    stalls.run(out, _start(out, threads), classes, steps)
+
+
+@bench.command()
+def retrieval(
+    classes: Annotated[
+        list[int] | None, typer.Option(min=2000, help="Repeatable; default: 100,000 and 1,000,000.")
+    ] = None,
+    features: Annotated[int, typer.Option(min=1, help="Size of the class embeddings.")] = 64,
+    queries: Annotated[int, typer.Option(min=1, help="Queries in one call.")] = 1000,
+    out: Out = Path("out"),
+    seed: Seed = 0,
+    threads: Threads = None,
+) -> None:
+    """Recall against time per query: the tree that training leaves, exact search, and faiss."""
+    from .bench import retrieval
+
+    console = _start(out, threads)
+    retrieval.run(out, console, classes or [100_000, 1_000_000], features, queries, seed)
+
+
+@bench.command()
 def step(out: Out = Path("out"), threads: Threads = None) -> None:
-    """Whole training steps of every output layer from 10⁴ to 8·10⁶ classes. About 6 minutes."""
+    """Whole training steps of every output layer from 10⁴ to 8·10⁶ classes, and a profile. About 10 minutes."""
     from .bench import step
 
     step.run(out, _start(out, threads))
@@ -344,3 +386,42 @@ _reproduce_command(
 _reproduce_command(
     "distributions", "Convergence of the samplers at fixed numbers, against epochs and time (Figures 4, 7)."
 )
+
+
+@reproduce.command()
+def quality(
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with the data sets, one folder each; not needed for finished runs.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the runs, the table and the figure.")] = Path("out/quality"),
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each sampler, with the seeds 0, 1, …")] = 3,
+    jobs: Jobs = None,
+    datasets: Annotated[
+        list[str] | None, typer.Option(metavar="diginetica|beauty", help="Repeatable; default: both.")
+    ] = None,
+    optimizers: Annotated[
+        list[str] | None, typer.Option(metavar="adagrad|adam", help="Repeatable; default: both.")
+    ] = None,
+    only_report: Annotated[
+        bool, typer.Option("--only-report", help="Train nothing; report the finished runs.")
+    ] = False,
+) -> None:
+    """Train to the end with the full softmax, blocks and a uniform pool, and compare loss, Recall@20 and time.
+
+    Takes hours. Give the same command again to resume: finished runs in OUT/runs are not trained again.
+    """
+    import os
+
+    from . import checks
+    from . import quality as comparison
+
+    console = _start(out, None)
+    names = [checks.one_of("--datasets", name, tuple(comparison.DATASETS)) for name in datasets or comparison.DATASETS]
+    chosen = [
+        checks.one_of("--optimizers", name, tuple(comparison.OPTIMIZERS))
+        for name in optimizers or comparison.OPTIMIZERS
+    ]
+    if not only_report:
+        wanted = comparison.trials(names, chosen, seeds)
+        comparison.sweep(wanted, data, out, jobs or os.cpu_count() or 1, console)
+    comparison.summarise(names, chosen, seeds, out, console)

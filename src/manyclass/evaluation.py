@@ -1,4 +1,4 @@
-"""Exact loss and ranking measures over all classes, never over sampled ones."""
+"""Exact loss and ranking measures over all classes, never over sampled ones; ranking may be approximate on request."""
 
 from typing import Any
 
@@ -7,16 +7,22 @@ from torch import Tensor
 
 from .model import Model
 from .processes import Processes
+from .samplers import Blocks
 from .tasks import Task
 from .tasks.base import IGNORE, own_part
 
 
 @torch.no_grad()
-def evaluate(model: Model, task: Task[Any], limit: int | None = None, k: tuple[int, ...] = ()) -> dict[str, float]:
+def evaluate(
+    model: Model, task: Task[Any], limit: int | None = None, k: tuple[int, ...] = (), probe: int | None = None
+) -> dict[str, float]:
     """Exact loss on held-out data, over all classes, and for each ``k`` the ranking measures of `ranking`.
 
+    With ``probe`` the best classes come from that many blocks per query, so the ranking measures are approximate.
     Several processes share the examples out, and all get the result.
     """
+    if probe is not None:
+        _check_probe(model, task)
     training, processes = model.training, Processes(*task.part)
     model.eval()
     sums: dict[str, float] = {}
@@ -32,11 +38,20 @@ def evaluate(model: Model, task: Task[Any], limit: int | None = None, k: tuple[i
         # The losses of several processes have the loss of all their examples as their mean.
         found = {"loss": float(loss) * int(wanted.sum()) / processes.world}
         if k:
-            found |= ranking(model.head.topk(query, min(max(k), task.num_classes))[1], target, k)
+            found |= ranking(model.head.topk(query, min(max(k), task.num_classes), probe=probe)[1], target, k)
         sums = {name: sums.get(name, 0.0) + value for name, value in found.items()}
     model.train(training)
     sums = dict(zip(sums, processes.sums(list(sums.values())), strict=True))
     return {name: value / (targets if name == "loss" else queries) for name, value in sums.items()}
+
+
+def _check_probe(model: Model, task: Task[Any]) -> None:
+    if task.part[1] > 1:
+        raise ValueError(
+            "probe searches one tree over all classes, but several processes have a tree each; leave it out"
+        )
+    if not isinstance(model.head.sampler, Blocks):
+        raise ValueError(f"probe needs a model trained with sampler='blocks', not {task.settings.sampler!r}")
 
 
 def ranking(best: Tensor, target: Tensor, cutoffs: tuple[int, ...]) -> dict[str, float]:

@@ -1,230 +1,287 @@
-"""Cost against bias of every sampler on a really trained model."""
+"""Error against cost of every sampler on two trained models, at equal numbers of negatives."""
 
+import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
-from .. import functional, samplers, training
-from ..console import Bar
+from .. import diagnostics, functional, fused, samplers
 from ..head import SampledSoftmax
-from ..run import Run
-from ..settings import LanguageSettings
-from ..tasks import Task
-from .step import training_step
-from .timing import best_of, write_csv
+from . import judges
+from .judges import EXAMPLES, SESSIONS, WORDS, Examples, Judge
+from .step import OWN, POOL, time_steps
+from .timing import write_csv
 
-EXAMPLES = 256
-#: Examples that χ² is computed from, by enumeration of all classes.
-ENUMERATED = 64
-REPEATS = 40
-FULL = "full softmax"
+# Negatives per example, own and shared together; the second is the default of the layer.
+TOTALS = (512, OWN + POOL, 4096 + OWN)
+# Negatives per example of the samplers that draw for each example.
+FEW = (16, 64, 256)
+DRAWS = 40
+# Steps before each measurement, so that a sampler follows recent queries as it does in training.
+WARM_UP = 40
+UNIFORM, UNIGRAM, BLOCKS = "uniform pool", "unigram pool", "blocks"
+# What the default setting must reach: bias in nats, and its error divided by that of the best static pool.
+MOST_BIAS, MOST_ERROR = 0.02, 0.5
+# The lines of the plot: a few samplers, in Okabe and Ito's colours. The softmax as a sampler has no error, but costs
+# more than the full softmax.
+LINES = {
+    UNIFORM: ("#999999", "o"),
+    UNIGRAM: ("#E69F00", "s"),
+    "unigram": ("#CC79A7", "D"),
+    "quadratic tree": ("#0072B2", "^"),
+    BLOCKS: ("#009E73", "P"),
+}
+
+
+class Alternative(NamedTuple):
+    """A sampler to measure with some numbers of samples."""
+
+    name: str
+    sampler: samplers.Sampler
+    num_samples: tuple[int, ...]
+    draws: int = DRAWS
 
 
 class Row(NamedTuple):
     """One sampler with one number of negatives."""
 
+    model: str
     prediction: str
     sampler: str
-    #: Per example, or in the pool that all examples share.
-    negatives: int
-    #: χ²(p‖q) over what is drawn at once: classes, or blocks of them; mean over examples.
-    chi_square: float
-    #: Mean of sampled minus full loss in nats, and its standard error.
+    #: Negatives of each example alone, and those that the batch shares.
+    own: int
+    pool: int
+    #: Mean of sampled minus full loss in nats, and its standard error over draws.
     bias: float
+    bias_error: float
+    #: Root mean square of sampled minus full loss, over examples and draws.
     error: float
+    #: Root mean square of the relative error of the gradient by the query.
+    gradient_error: float
     #: Of a whole training step of the layer: draw, loss, gradients, SGD, update of the sampler.
     microseconds_per_example: float
+    #: A step of the full softmax divided by this one.
+    full_over_this: float
 
 
-class Problem(NamedTuple):
-    """A trained output layer and what it is asked for."""
-
-    prediction: str
-    weight: Tensor
-    query: Tensor
-    target: Tensor
-    context: Tensor
-    #: Training text, for the class frequencies.
-    tokens: Tensor
-
-
-def run(out: Path, console: Console, texts: list[Path] | None, steps: int, seed: int) -> None:
-    """Train two models, measure all samplers on them, print a table, write a CSV and a plot.
-
-    Symmetric kernels are made for the absolute softmax, so a second model is trained with it.
-    """
+def run(out: Path, console: Console, texts: list[Path] | None, steps: int, epochs: float, seed: int) -> None:
+    """Train the models, measure all samplers on them, print a table and verdicts, write a CSV and a plot."""
     rows: list[Row] = []
-    full, n, d = math.nan, 0, 0
+    notes: list[str] = []
     with Progress(console=console) as progress:
-        for prediction in functional.PREDICTIONS:
-            problem = _train(texts, prediction, steps, seed, progress)
-            _, weight, query, target, *_ = problem
-            n, d = weight.shape
-            exact = functional.full_softmax_loss(query, weight, target, reduction="none", prediction=prediction)
-            p = functional.log_prob(query[:ENUMERATED], weight, prediction=prediction).exp().double()
-            if prediction == "softmax":
-                full = best_of({FULL: _full_step(problem)}, repeats=3)[FULL] / EXAMPLES * 1e6
-            alternatives = list(_alternatives(problem))
-            for name, sampler, numbers, repeats in progress.track(alternatives, description=f"samplers, {prediction}"):
-                rows += _measure(name, sampler, numbers, repeats, problem, exact, p)
-        console.print(
-            f"{n:,} classes, {d} features, trained for {steps} steps; measured on {EXAMPLES} held-out examples, "
-            f"{torch.get_num_threads()} threads, seed {seed}",
-            soft_wrap=True,
-        )
+        for judge in _judges(texts, steps, epochs, seed, progress):
+            full = _full_seconds(judge)
+            alternatives = list(_alternatives(judge))
+            for alternative in progress.track(alternatives, description=f"{judge.model}, {judge.prediction}"):
+                rows += measure(judge, alternative, full)
+            notes.append(_note(judge, full))
     write_csv(out / "bias.csv", Row._fields, rows)
-    _print(rows, full, console)
-    _plot(rows, full, out / "bias.png", n)
-    console.print(f"figures: {out / 'bias.csv'}\nplot:    {out / 'bias.png'}", soft_wrap=True)
+    _print(rows, console)
+    _plot(rows, out / "bias.png")
+    for line in [
+        *notes,
+        f"{torch.get_num_threads()} threads, seed {seed}, batches of {EXAMPLES}, {WARM_UP} steps of warm-up",
+        f"figures: {out / 'bias.csv'}",
+        f"plot:    {out / 'bias.png'}",
+        *verdicts(rows),
+    ]:
+        console.print(line, soft_wrap=True)
 
 
-def _train(texts: list[Path] | None, prediction: Any, steps: int, seed: int, progress: Progress) -> Problem:
-    """A language model that was trained with blocks, and its hidden states on text it has not seen."""
-    with TemporaryDirectory() as folder:
-        settings = LanguageSettings(
-            text=texts,
-            corpus=None if texts else "python",
-            prediction=prediction,
-            steps=steps,
-            schedule="constant",
-            evaluations=1,
-            eval_examples=5000,
-            seed=seed,
-            out=Path(folder) / "run",
-        )
-        task: Task[Any] = training.prepare("lm", settings)
-        heldout = torch.cat([batch.target.flatten() for batch in task.heldout()])
-        if len(heldout) < 4 * EXAMPLES:
-            raise ValueError(
-                f"the text has {task.train_examples} words to train on and {len(heldout)} held out; "
-                f"at least {4 * EXAMPLES} are needed there"
-            )
-        training.train(task, Bar(progress, f"training, {prediction}"))
-        model, *_ = training.load(Run(settings.out))
-        tokens, _ = task.pairs()
-    with torch.no_grad():
-        # The end of each of several passages, so that examples have a past and are not neighbours.
-        passages = heldout.unfold(0, 20, len(heldout) // EXAMPLES)[:EXAMPLES]
-        query = model.trunk(passages[:, :-1])[0][:, -1]
-    return Problem(prediction, model.head.weight.detach().clone(), query, passages[:, -1], passages[:, -2], tokens)
+def _judges(texts: list[Path] | None, steps: int, epochs: float, seed: int, progress: Progress) -> Iterator[Judge]:
+    """Train one model after the other; one with the absolute softmax, which suits symmetric kernels."""
+    yield judges.words(texts, "softmax", steps, seed, progress)
+    yield judges.words(texts, "absolute", steps, seed, progress)
+    yield judges.sessions(epochs, seed, progress)
 
 
-def _alternatives(problem: Problem) -> Iterable[tuple[str, samplers.Sampler, tuple[int, ...], int]]:
-    """Samplers by name, their numbers of negatives, and how often they are drawn from."""
-    n, d = problem.weight.shape
-    counts = torch.bincount(problem.tokens, minlength=n) + 1
-    pairs = torch.stack([problem.tokens[:-1], problem.tokens[1:]], dim=1)
-    few, many = (16, 64, 256), (256, 1024, 4096)
-    if problem.prediction == "softmax":
-        yield "uniform", samplers.Uniform(n), few, REPEATS
-        yield "unigram", samplers.Unigram(counts), few, REPEATS
-        yield "unigram, one pool", samplers.Unigram(counts, scope="batch"), many, REPEATS
-        yield "bigram", samplers.Bigram(pairs, n), few, REPEATS
+def _alternatives(judge: Judge) -> Iterable[Alternative]:
+    """List the samplers that a model is measured with."""
+    n, d = judge.weight.shape
+    counts = torch.bincount(judge.pairs[:, 1], minlength=n) + 1
+    if judge.prediction == "softmax":
+        yield Alternative(UNIFORM, samplers.Uniform(n, scope="batch"), TOTALS)
+        yield Alternative(UNIGRAM, samplers.Unigram(counts, scope="batch"), TOTALS)
+        yield Alternative("uniform", samplers.Uniform(n), FEW)
+        yield Alternative("unigram", samplers.Unigram(counts), FEW)
+        if judge.model == WORDS:
+            yield Alternative("bigram", samplers.Bigram(judge.pairs, n), FEW)
+        yield Alternative("softmax", samplers.create("softmax", n, d), FEW[:2], DRAWS // 10)
     else:
-        yield "quartic (dense)", samplers.create("quartic", n, d), few[:2], REPEATS // 10
-    yield "quadratic (tree)", samplers.create("quadratic", n, d), few, REPEATS // 2
-    each = samplers.Blocks(n, d, scope="example", prediction=problem.prediction)
-    yield "blocks, each example", each, (32, 64, 128), REPEATS
-    single = samplers.Blocks(n, d, scope="example", ending="class", prediction=problem.prediction)
-    yield "blocks, a class of each", single, (4, 16, 64), REPEATS // 4
-    yield "blocks, one pool", samplers.Blocks(n, d, prediction=problem.prediction), many, REPEATS
+        yield Alternative("quartic", samplers.create("quartic", n, d), FEW[:2], DRAWS // 10)
+    yield Alternative("quadratic tree", samplers.create("quadratic", n, d), FEW, DRAWS // 2)
+    blocks = samplers.Blocks(n, d, own=OWN, prediction=judge.prediction)
+    yield Alternative(BLOCKS, blocks, tuple(total - OWN for total in TOTALS))
 
 
-def _measure(
-    name: str,
-    sampler: samplers.Sampler,
-    numbers: Iterable[int],
-    repeats: int,
-    problem: Problem,
-    exact: Tensor,
-    p: Tensor,
-) -> Iterable[Row]:
-    prediction, weight, query, target, context, _ = problem
-    chi_square = math.nan
-    for number in numbers:
-        head = SampledSoftmax(weight.shape[1], len(weight), sampler, number, reduction="none", prediction=prediction)
-        with torch.no_grad():
-            head.weight.copy_(weight)
-            generator = torch.Generator().manual_seed(0)
-            losses = [head(query, target, context=context, generator=generator) for _ in range(repeats)]
-            # The mean over examples of each draw: the examples of a pool do not err independently.
-            error = (torch.stack(losses) - exact).mean(dim=1)
-        if math.isnan(chi_square):
-            chi_square = _chi_square(sampler, problem, p)
-        head.reduction = "mean"
-        # A learning rate of 0 costs the same and leaves the problem as it is.
-        step = training_step(head.parameters(), lambda q, head=head: head(q, target, context=context), query, lr=0.0)
-        cost = best_of({name: step}, repeats=5)[name] / EXAMPLES * 1e6
-        standard_error = float(error.std()) / math.sqrt(repeats)
-        yield Row(prediction, name, number, chi_square, float(error.mean()), standard_error, cost)
+def measure(judge: Judge, alternative: Alternative, full: float) -> Iterable[Row]:
+    """Warm up a sampler on other batches, then measure it; ``full`` is a step of the full softmax in seconds."""
+    n, d = judge.weight.shape
+    head = SampledSoftmax(d, n, alternative.sampler, prediction=judge.prediction)
+    with torch.no_grad():
+        head.weight.copy_(judge.weight)
+    step = _steps(head.parameters(), head, judge.others)
+    torch.manual_seed(0)
+    measured = []
+    for number in alternative.num_samples:
+        head.num_samples = number
+        for _ in range(WARM_UP):
+            step()
+        measured.append(_compare(judge, alternative, number))
+    # Timing comes last: it takes as many steps as time allows, and each of them changes the sampler.
+    for number, found in zip(alternative.num_samples, measured, strict=True):
+        head.num_samples = number
+        seconds = time_steps({alternative.name: step})[alternative.name]
+        # The mean over examples of each draw: the examples of a pool do not err independently.
+        means = found.difference.mean(dim=1)
+        each = alternative.sampler.scope == "example"
+        yield Row(
+            model=judge.model,
+            prediction=judge.prediction,
+            sampler=alternative.name,
+            own=getattr(alternative.sampler, "own", number if each else 0),
+            pool=0 if each else number,
+            bias=float(means.mean()),
+            bias_error=float(means.std()) / math.sqrt(len(means)),
+            error=float(found.difference.square().mean().sqrt()),
+            gradient_error=float(found.gradient.square().mean().sqrt()),
+            microseconds_per_example=seconds / EXAMPLES * 1e6,
+            full_over_this=full / seconds,
+        )
 
 
-@torch.no_grad()
-def _chi_square(sampler: samplers.Sampler, problem: Problem, p: Tensor) -> float:
-    """Σ p²/q − 1 over classes, or over the blocks that are drawn whole; mean over the first examples."""
-    _, weight, query, _, context, _ = problem
-    if isinstance(sampler, samplers.Blocks):
-        mass = torch.zeros(len(p), sampler.blocks, dtype=p.dtype).index_add(1, sampler.block_of, p)
-        q = sampler._pooled_mass(query) if sampler.scope == "batch" else sampler._mass(query[: len(p)]).double()
-        return float((mass.square() / q).sum(dim=-1).mean() - 1)
-    if isinstance(sampler, samplers.KernelTree):  # the same distribution, found for all classes at once
-        sampler = samplers.Kernel(sampler.kernel)
-    sampler.update(weight)
-    ids = torch.arange(len(weight)).expand(len(p), -1)
-    log_q = sampler.log_prob(query[: len(p)], ids, context=context[: len(p)])
-    return float((p.square() / log_q.exp()).sum(dim=-1).mean()) - 1
+def _compare(judge: Judge, alternative: Alternative, number: int) -> diagnostics.Measured:
+    """Draw for the measured batch, as a training step would, without letting the sampler learn from it."""
+    _, prediction, weight, (query, target, context), *_ = judge
+    generator = torch.Generator().manual_seed(0)
+
+    def exact(query: Tensor) -> Tensor:
+        return functional.full_softmax_loss(query, weight, target, reduction="none", prediction=prediction)
+
+    def sampled(query: Tensor) -> Tensor:
+        options: dict[str, Any] = {"exclude": target, "context": context, "generator": generator}
+        draw = alternative.sampler.draw(query.detach(), number, **options)
+        return fused.sampled_loss(query, weight, None, target, draw, prediction=prediction, sparse=True)[0]
+
+    return diagnostics.measure(query, exact, sampled, alternative.draws)
 
 
-def _full_step(problem: Problem) -> Callable[[], None]:
-    weight = torch.nn.Parameter(problem.weight.clone())
-    return training_step(
-        [weight], lambda q: torch.nn.functional.linear_cross_entropy(q, weight, problem.target), problem.query, lr=0.0
+def _steps(parameters: Iterable[Tensor], loss: Callable[..., Tensor], batches: list[Examples]) -> Callable[[], None]:
+    """A training step on the next of the batches. A learning rate of 0 costs the same and keeps the weights."""
+    optimizer, following = torch.optim.SGD(parameters, lr=0.0), itertools.cycle(batches)
+
+    def step() -> None:
+        query, target, context = next(following)
+        optimizer.zero_grad()
+        loss(query.detach().requires_grad_(), target, context=context).backward()
+        optimizer.step()
+
+    return step
+
+
+def _full_seconds(judge: Judge) -> float:
+    """Time a step of the full softmax."""
+    weight = nn.Parameter(judge.weight.clone())
+
+    def loss(query: Tensor, target: Tensor, context: Tensor) -> Tensor:
+        return F.linear_cross_entropy(query, weight, target)
+
+    return time_steps({"full": _steps([weight], loss, judge.others)})["full"]
+
+
+def verdicts(rows: list[Row]) -> list[str]:
+    """Say for each model whether the default setting keeps to the bars."""
+    lines = []
+    for model in (WORDS, SESSIONS):
+        blocks, static = _default_and_best_static(rows, model)
+        ratio = blocks.error / static.error
+        lines += [
+            f"{_passed(abs(blocks.bias) <= MOST_BIAS)}  {model}: |bias| of blocks is {abs(blocks.bias):.4f} nats, "
+            f"at most {MOST_BIAS} allowed",
+            f"{_passed(ratio <= MOST_ERROR)}  {model}: error of blocks is {blocks.error:.4f}, {ratio:.2f} times that "
+            f"of the {static.sampler} of {static.pool:,}, at most {MOST_ERROR} times allowed",
+        ]
+    return lines
+
+
+def _passed(reached: bool) -> str:
+    return "PASS" if reached else "FAIL"
+
+
+def _default_and_best_static(rows: list[Row], model: str) -> tuple[Row, Row]:
+    """Find blocks with the default setting, and the better static pool with as many negatives per example."""
+    equal = [row for row in _plain(rows, model) if row.own + row.pool == OWN + POOL]
+    (blocks,) = (row for row in equal if row.sampler == BLOCKS)
+    return blocks, min((row for row in equal if row.sampler in (UNIFORM, UNIGRAM)), key=lambda row: row.error)
+
+
+def _plain(rows: list[Row], model: str) -> list[Row]:
+    return [row for row in rows if (row.model, row.prediction) == (model, "softmax")]
+
+
+def _note(judge: Judge, full: float) -> str:
+    n, d = judge.weight.shape
+    logits = judge.measured.query @ judge.weight.T
+    return (
+        f"{judge.model}, {judge.prediction}: {n:,} classes, {d} features, trained with the full softmax; "
+        f"standard deviation of the logits {float(logits.std(dim=1).mean()):.1f}; "
+        f"a step of the full softmax takes {full / EXAMPLES * 1e6:.0f} µs per example"
     )
 
 
-def _print(rows: list[Row], full: float, console: Console) -> None:
-    table = Table(title=f"Sampled minus full loss; a step of the full softmax takes {full:.0f} µs per example")
-    for column in ("prediction", "sampler", "negatives", "χ²", "bias (nats)", "µs per example", "full / this"):
-        table.add_column(column, justify="left" if column in ("prediction", "sampler") else "right")
+def _print(rows: list[Row], console: Console) -> None:
+    table = Table(title="Sampled against full loss, and what a training step of the layer costs")
+    texts = ("model", "prediction", "sampler")
+    numbers = ("own", "pool", "bias (nats)", "error (nats)", "gradient error", "µs per example", "full / this")
+    for column in (*texts, *numbers):
+        table.add_column(column, justify="left" if column in texts else "right")
     for row in rows:
-        cost = row.microseconds_per_example
-        bias = f"{row.bias:+.4f} ± {row.error:.4f}"
-        numbers = (f"{row.negatives:,}", f"{row.chi_square:.2f}", bias, f"{cost:.0f}", f"{full / cost:.1f}×")
-        table.add_row(row.prediction, row.sampler, *numbers)
+        table.add_row(
+            *row[:3],
+            f"{row.own:,}",
+            f"{row.pool:,}",
+            f"{row.bias:+.4f} ± {row.bias_error:.4f}",
+            f"{row.error:.4f}",
+            f"{row.gradient_error:.3f}",
+            f"{row.microseconds_per_example:.0f}",
+            f"{row.full_over_this:.1f}×",
+        )
     console.print(table)
 
 
-def _plot(rows: list[Row], full: float, file: Path, num_classes: int) -> None:
+def _plot(rows: list[Row], file: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 5.5), layout="constrained")
-    axes = figure.subplots()
-    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(row.sampler for row in rows))}
-    for prediction, name in dict.fromkeys((row.prediction, row.sampler) for row in rows):
-        own = [row for row in rows if (row.prediction, row.sampler) == (prediction, name)]
-        plain = prediction == "softmax"
-        label, style = (name, "-") if plain else (f"{name}, absolute softmax", ":")
-        costs = [row.microseconds_per_example for row in own]
-        # Below its standard error a bias is not seen: the point stands at that bound.
-        height = [max(abs(row.bias), row.error) for row in own]
-        axes.plot(costs, height, marker="o", label=label, linestyle=style, color=colours[name])
-        for row, where in zip(own, zip(costs, height, strict=True), strict=True):
-            note = {"textcoords": "offset points", "color": colours[name], "size": 8}
-            axes.annotate(f"{row.negatives}" + " ↓" * (abs(row.bias) < row.error), where, (4, 4), **note)
-    axes.axvline(full, color="black", linestyle="--", label="full softmax (no bias)")
-    axes.set(xscale="log", yscale="log", xlabel="microseconds per example, whole training step of the layer")
-    axes.set(ylabel="|bias| of the loss in nats", title=f"Cost against bias, {num_classes:,} classes")
-    axes.grid(alpha=0.3, which="both")
-    figure.legend(loc="outside right upper", fontsize=9)
-    axes.text(
-        0.01, 0.01, "numbers: negatives; ↓: below its standard error, which is shown", transform=axes.transAxes, size=8
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    ratios = []
+    for model, axes in zip((WORDS, SESSIONS), panels, strict=True):
+        plain = _plain(rows, model)
+        for name, (colour, marker) in LINES.items():
+            line = [row for row in plain if row.sampler == name]
+            costs, errors = [row.microseconds_per_example for row in line], [row.error for row in line]
+            axes.plot(costs, errors, color=colour, marker=marker, label=name)
+            for row, where in zip(line, zip(costs, errors, strict=True), strict=True):
+                note = {"textcoords": "offset points", "color": colour, "size": 8}
+                axes.annotate(f"{row.own + row.pool}", where, (5, 4), **note)
+        full = plain[0].full_over_this * plain[0].microseconds_per_example
+        axes.axvline(full, color="#444444", linestyle="--", label="full softmax (no error)")
+        axes.set(xscale="log", yscale="log", title=model, xlabel="microseconds per example, whole training step")
+        axes.grid(alpha=0.3, which="both")
+        blocks, static = _default_and_best_static(rows, model)
+        ratios.append(f"{blocks.error / static.error:.2f} on {model}")
+    panels[0].set_ylabel("error of the loss in nats, root mean square")
+    figure.suptitle(
+        f"Error of blocks / error of the best static pool, {OWN + POOL:,} negatives per example: {', '.join(ratios)}\n"
+        "Lower left is better. Numbers beside points are negatives per example."
     )
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=9)
     figure.savefig(file, dpi=120)

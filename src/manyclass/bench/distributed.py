@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from ..head import NUM_SAMPLES, SampledSoftmax
 from ..processes import leave
-from ..samplers.blocks import LOOK_INTO, MIN_GROUP
+from ..samplers.partition import BRANCHING, OUTLIERS, TOP
 from .timing import write_csv
 
 BATCH, FEATURES, POOL = 512, 64, NUM_SAMPLES["batch"]
@@ -122,8 +122,8 @@ class Paper(NamedTuple):
 
     @property
     def sampler_bytes(self) -> float:
-        """Mean and two directions for each 16 classes, and two numbers of 8 bytes for each class."""
-        return self.weight_bytes * 3 / 16 + self.num_classes / self.machines * 16
+        """Two trees: the means of blocks of 8 and of the nodes above, and 5 numbers of 4 bytes for each class."""
+        return 2 * (self.weight_bytes * 8 / 7 / 8 + self.num_classes / self.machines * 5 * 4)
 
     @property
     def sent_bytes(self) -> float:
@@ -133,18 +133,19 @@ class Paper(NamedTuple):
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of the parts of a step, one after the other; the layout of blocks and groups is that of `samplers.Blocks`."""
-        blocks = 2 ** round(math.log2(self.num_classes / self.machines / 16))
-        group = max(MIN_GROUP, 2 ** (round(math.log2(blocks / LOOK_INTO["batch"]) / 2) - 1))
+        """Of the parts of a step, one after the other; the tree is that of `samplers.Blocks`."""
+        blocks = 2 ** round(math.log2(self.num_classes / self.machines / 8))
+        levels = max(0, math.ceil(math.log(blocks / TOP, BRANCHING)))
+        probe, own = (math.ceil(total / self.machines) for total in (64, 32))
         own_pool, row = self.pool / self.machines, self.features * 4
-        # Mean and two directions of each block that an example looks into.
-        looked_into = self.examples * LOOK_INTO["batch"] * group * 3 * row
-        # Rows of the pool, and of the blocks of the targets: logits, gradient, optimiser, summary.
-        passes = 8 * (own_pool + 16 * self.batch) * row
+        # Nodes of the top level and outliers stay in the cache; the others are read for each example.
+        cached = 2 * self.examples * (TOP + OUTLIERS) * self.features / self.arithmetic
+        walked = self.examples * probe * (levels * BRANCHING + 8) * row
+        # Rows of the pool, of own negatives and of targets: logits, gradient, optimiser, summary of 8 neighbours.
+        passes = 8 * (own_pool + own * self.examples + self.batch) * row
         return {
             "network": self.sent_bytes / self.network + COLLECTIVES * self.latency,
-            "masses of groups": 2 * self.examples * blocks / group * self.features / self.arithmetic,
-            "looking into groups": looked_into / self.memory,
+            "walking down the tree": cached + walked / self.memory,
             "logits of the pool and gradients": 3 * 2 * self.examples * own_pool * self.features / self.arithmetic,
             "rows of weights, optimiser, summaries": passes / self.memory,
         }

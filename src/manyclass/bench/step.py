@@ -14,16 +14,29 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from ..head import SampledSoftmax
+from . import profiling, tensorflow_step
 from .timing import best_of, write_csv
 
 # Numbers of classes, by the size of the query.
-CLASSES = {64: (10_000, 100_000, 1_000_000, 4_000_000, 8_000_000), 128: (10_000, 100_000, 1_000_000, 4_000_000)}
+CLASSES = {64: (10_000, 100_000, 1_000_000, 8_000_000), 128: (100_000, 1_000_000)}
+# The growth from the first to the second number of classes is printed; the step is profiled at the first.
+GROWTH = (1_000_000, 8_000_000)
 BATCH = 256
 NUM_SAMPLES = 64
-POOL = 4096
-FULL = "full softmax"
-# The adaptive softmax and the tree beyond it would not leave room for the others.
-LARGEST = 4_000_000
+# The default setting of blocks: negatives of each example, and those that the batch shares.
+OWN, POOL = 32, 2048
+LOG_UNIFORM_POOL = 4096
+FULL, BLOCKS = "full softmax", f"blocks, {OWN} own + pool of {POOL}"
+EQUAL_NEGATIVES = f"uniform pool of {OWN + POOL}"
+EQUAL_ROWS = f"uniform pool of {OWN * BATCH + POOL}"
+LOG_UNIFORM = f"log-uniform pool of {LOG_UNIFORM_POOL}"
+TENSORFLOW = f"TensorFlow, log-uniform pool of {LOG_UNIFORM_POOL}"
+# The adaptive softmax, the kernel tree and TensorFlow beyond it would not leave room for the others.
+LARGEST = 1_000_000
+# Steps of blocks before the timing: by then it follows recent queries, and its next tree grows a slice per step.
+WARM_UP = 16
+# Consecutive steps in one timing, since steps of blocks differ; fewer if they take longer than this in seconds.
+CONSECUTIVE, LONGEST = 8, 0.4
 
 
 class Row(NamedTuple):
@@ -51,23 +64,45 @@ def training_step(
     return step
 
 
+def time_steps(steps: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Seconds of each step: the mean over consecutive ones, the best of several rounds in which all take turns."""
+    counts = {}
+    for name, seconds in best_of(steps, repeats=1).items():
+        counts[name] = max(1, min(CONSECUTIVE, int(LONGEST / seconds)))
+
+    def several(name: str) -> None:
+        for _ in range(counts[name]):
+            steps[name]()
+
+    found = best_of({name: lambda name=name: several(name) for name in steps})
+    return {name: seconds / counts[name] for name, seconds in found.items()}
+
+
 def run(out: Path, console: Console) -> None:
-    """Time the layers at all sizes; print a table, write a CSV and a plot."""
+    """Time the layers at all sizes and profile blocks; print tables and ratios, write CSVs and a plot."""
     rows: list[Row] = []
     with Progress(console=console) as progress:
         task = progress.add_task("sizes", total=sum(map(len, CLASSES.values())))
         for in_features, sizes in CLASSES.items():
             for num_classes in sizes:
                 steps, memory = _steps(num_classes, in_features)
-                for layer, seconds in best_of(steps).items():
+                for layer, seconds in time_steps(steps).items():
                     rows.append(Row(in_features, num_classes, layer, seconds, memory.get(layer, 0.0)))
                 del steps
                 gc.collect()
                 progress.advance(task)
+    profile = profiling.profile(GROWTH[0], next(iter(CLASSES)), BATCH, OWN, POOL)
     write_csv(out / "step.csv", Row._fields, rows)
+    write_csv(out / "profile.csv", profiling.Part._fields, profile)
     _print(rows, console)
+    profiling.show(profile, f"A step of blocks: {GROWTH[0]:,} classes, d = {next(iter(CLASSES))}", console)
     _plot(rows, out / "step.png")
-    console.print(f"figures: {out / 'step.csv'}\nplot:    {out / 'step.png'}", soft_wrap=True)
+    for line in [
+        *_ratios(rows),
+        f"figures: {out / 'step.csv'}, {out / 'profile.csv'}",
+        f"plot:    {out / 'step.png'}",
+    ]:
+        console.print(line, soft_wrap=True)
 
 
 def _steps(num_classes: int, in_features: int) -> tuple[dict[str, Callable[[], object]], dict[str, float]]:
@@ -85,57 +120,93 @@ def _steps(num_classes: int, in_features: int) -> tuple[dict[str, Callable[[], o
         cutoffs = [num_classes // 50, num_classes // 5]
         adaptive = nn.AdaptiveLogSoftmaxWithLoss(in_features, num_classes, cutoffs)
         steps["adaptive softmax"] = training_step(adaptive.parameters(), lambda q: adaptive(q, target).loss, query)
-    counts = (1e9 / torch.arange(1, num_classes + 1)).long()
-    options: dict[str, dict[str, Any]] = {
-        "uniform": {"num_samples": NUM_SAMPLES},
-        "unigram": {"num_samples": NUM_SAMPLES, "counts": counts},
-        "quadratic": {"num_samples": NUM_SAMPLES, "prediction": "absolute"},
-        "blocks": {"num_samples": POOL},
-    }
-    if num_classes > LARGEST:
-        del options["quadratic"]
-    memory = {}
-    for name, chosen in options.items():
-        head = SampledSoftmax(in_features, num_classes, name, **chosen)
+    memory, table = {}, None
+    for name, (sampler, number, options) in _samplers(num_classes).items():
+        # Static samplers read no class weights, so their layers can share a table.
+        shared = {} if sampler in ("blocks", "quadratic") else {"embedding": table}
+        head = SampledSoftmax(in_features, num_classes, sampler, number, **shared, **options)
+        table = head.embedding if shared else table
         step = training_step(head.parameters(), lambda q, head=head: head(q, target), query)
-        step()  # the first step builds trees and blocks
+        for _ in range(WARM_UP if sampler == "blocks" else 1):  # the first step builds trees and blocks
+            step()
         steps[name] = step
         held = sum(buffer.numel() * buffer.element_size() for buffer in head.sampler.buffers())
         memory[name] = held / (head.weight.numel() * head.weight.element_size())
+    # TensorFlow draws every class at most once.
+    if tensorflow_step.available() and LOG_UNIFORM_POOL < num_classes <= LARGEST:
+        steps[TENSORFLOW] = tensorflow_step.make(num_classes, LOG_UNIFORM_POOL, query, target)
     return steps, memory
+
+
+def _samplers(num_classes: int) -> dict[str, tuple[str, int, dict[str, Any]]]:
+    """Name, number of samples and options of the sampler of each layer."""
+    counts = (1e9 / torch.arange(1, num_classes + 1)).long()
+    pool = {"scope": "batch"}
+    found: dict[str, tuple[str, int, dict[str, Any]]] = {
+        "uniform": ("uniform", NUM_SAMPLES, {}),
+        "unigram": ("unigram", NUM_SAMPLES, {"counts": counts}),
+        "quadratic": ("quadratic", NUM_SAMPLES, {"prediction": "absolute"}),
+        EQUAL_NEGATIVES: ("uniform", OWN + POOL, pool),
+        EQUAL_ROWS: ("uniform", OWN * BATCH + POOL, pool),
+        LOG_UNIFORM: ("log_uniform", LOG_UNIFORM_POOL, pool),
+        BLOCKS: ("blocks", POOL, {"own": OWN}),
+    }
+    if num_classes > LARGEST:
+        del found["quadratic"]
+    return found
+
+
+def _ratios(rows: list[Row]) -> list[str]:
+    """Compare blocks with themselves at more classes, and with pools of as many negatives or rows."""
+    seconds = {(row.in_features, row.num_classes, row.layer): row.seconds for row in rows}
+    lines = []
+    for d, sizes in CLASSES.items():
+        first, last = (seconds.get((d, n, BLOCKS)) for n in GROWTH)
+        if first and last:
+            times = f"{GROWTH[1] / GROWTH[0]:g} times the classes, {GROWTH[0]:,} to {GROWTH[1]:,}"
+            lines.append(f"blocks, d = {d}: {times}, take {last / first:.2f} times as long")
+        for n in sizes:
+            others = [
+                layer for layer in (EQUAL_NEGATIVES, EQUAL_ROWS, LOG_UNIFORM, TENSORFLOW) if (d, n, layer) in seconds
+            ]
+            ratios = ", ".join(f"{seconds[d, n, BLOCKS] / seconds[d, n, layer]:.2f} ({layer})" for layer in others)
+            lines.append(f"blocks / other pools, d = {d}, {n:,} classes: {ratios}")
+    if not tensorflow_step.available():
+        lines.append("TensorFlow was left out, since it is not installed: pip install tensorflow-cpu")
+    return lines
 
 
 def _print(rows: list[Row], console: Console) -> None:
     seconds = {(row.in_features, row.num_classes, row.layer): row.seconds for row in rows}
-    layers = list(dict.fromkeys(row.layer for row in rows))
-    title = (
-        f"Training steps in milliseconds (full softmax / this): batch {BATCH}, {NUM_SAMPLES} negatives per example, "
-        f"blocks: a pool of {POOL}, {torch.get_num_threads()} threads, best of up to 7"
-    )
-    memory = {row.layer: row.sampler_memory for row in rows if row.num_classes == LARGEST}
-    table = Table("d", "classes", *layers, title=title)
     for d, sizes in CLASSES.items():
-        for n in sizes:
+        title = (
+            f"d = {d}: training steps in milliseconds (full softmax / this), batch {BATCH}, {NUM_SAMPLES} negatives "
+            f"per example where there is no pool, {torch.get_num_threads()} threads"
+        )
+        table = Table("layer", *(f"{n:,} classes" for n in sizes), title=title)
+        for layer in dict.fromkeys(row.layer for row in rows):
             cells = []
-            for layer in layers:
-                own, full = seconds.get((d, n, layer)), seconds.get((d, n, FULL))
-                ratio = f" ({full / own:.1f}×)" if own and full else ""
-                cells.append(f"{own * 1e3:.1f}{ratio}" if own else "left out")
-            table.add_row(str(d), f"{n:,}", *cells)
-    held = ", ".join(f"{layer} {share:.2f}" for layer, share in memory.items() if share)
-    console.print(table)
-    console.print(f"memory of the samplers at {LARGEST:,} classes, in units of the class weights: {held}")
+            for n in sizes:
+                this, full = seconds.get((d, n, layer)), seconds.get((d, n, FULL))
+                ratio = f" ({full / this:.1f}×)" if this and full else ""
+                cells.append(f"{this * 1e3:.1f}{ratio}" if this else "left out")
+            table.add_row(layer, *cells)
+        console.print(table)
+    held = {row.layer: row.sampler_memory for row in rows if row.num_classes == LARGEST and row.sampler_memory}
+    listed = ", ".join(f"{layer}: {share:.2f}" for layer, share in held.items())
+    console.print(f"memory of the samplers at {LARGEST:,} classes, in units of the class weights: {listed}")
 
 
 def _plot(rows: list[Row], file: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6 * len(CLASSES), 4.5), layout="constrained")
-    for d, axes in zip(CLASSES, figure.subplots(1, len(CLASSES), sharey=True, squeeze=False)[0], strict=True):
+    figure = Figure(figsize=(6 * len(CLASSES), 5.5), layout="constrained")
+    panels = figure.subplots(1, len(CLASSES), sharey=True, squeeze=False)[0]
+    for d, axes in zip(CLASSES, panels, strict=True):
         for layer in dict.fromkeys(row.layer for row in rows):
-            own = [row for row in rows if (row.in_features, row.layer) == (d, layer)]
-            axes.plot([row.num_classes for row in own], [row.seconds * 1e3 for row in own], marker="o", label=layer)
+            line = [row for row in rows if (row.in_features, row.layer) == (d, layer)]
+            axes.plot([row.num_classes for row in line], [row.seconds * 1e3 for row in line], marker="o", label=layer)
         axes.set(xscale="log", yscale="log", xlabel="classes", ylabel="milliseconds per step", title=f"d = {d}")
         axes.grid(alpha=0.3)
-        axes.legend()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
     figure.savefig(file, dpi=120)

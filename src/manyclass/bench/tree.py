@@ -134,8 +134,8 @@ def _print_bias(console: Console, num_classes: int = 10_000, in_features: int = 
         for m in draws:
             errors = []
             for _ in range(20):
-                ids, log_count = sampler.draw(query, m, generator=generator)
-                errors.append((output.gather(-1, ids) - log_count).logsumexp(-1) - exact)
+                draw = sampler.draw(query, m, generator=generator)
+                errors.append((output.gather(-1, draw.ids) - draw.log_count).logsumexp(-1) - exact)
             error = torch.stack(errors)
             cells.append(f"{error.mean():.4f} ± {error.std() / math.sqrt(error.numel()):.4f}")
         table.add_row(name, *cells)
