@@ -1,11 +1,13 @@
-"""The figures of the paper, from the curves of `manyclass reproduce`."""
+"""The figures of `manyclass reproduce`: those of the paper from its curves, and that of `quality` from its runs."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .reproduce import DATASETS, FIXED, FULL, POOLED, Curve, Point
+from .atomic import replacing
+from .report import Run
+from .reproduce import BLOCKS, DATASETS, FIXED, FULL, Curve, Point
 
 # Okabe and Ito's colours, told apart by colour-blind people, too.
 STYLES = {
@@ -15,8 +17,7 @@ STYLES = {
     "quadratic": ("#0072B2", "^"),
     "quartic": ("#56B4E9", "v"),
     "softmax": ("#000000", "x"),
-    "blocks": ("#009E73", "P"),
-    POOLED: ("#D55E00", "*"),
+    BLOCKS: ("#D55E00", "*"),
 }
 BASELINES = {"softmax": ("full softmax", "--"), "absolute": ("full softmax, absolute", ":")}
 AXES = {"epoch": "epochs", "seconds": "training time (seconds, 1 thread)"}
@@ -93,10 +94,10 @@ def distributions(curves: Sequence[Curve], file: Path, note: str, against: str =
             for curve in curves:
                 if curve.point.sampler == sampler and curve.point.negatives == number and curve.point.seed == 0:
                     _draw(axes, curve, against, color=colour, marker=marker, markersize=4, label=sampler)
-        pools = [curve for curve in curves if curve.point.sampler == POOLED and curve.point.seed == 0]
+        pools = [curve for curve in curves if curve.point.sampler == BLOCKS and curve.point.seed == 0]
         if pools:
             label = f"blocks, a pool of {pools[-1].point.negatives}"
-            colour, marker = STYLES[POOLED]
+            colour, marker = STYLES[BLOCKS]
             _draw(axes, pools[-1], against, color=colour, marker=marker, label=label)
         _baselines(axes, curves, against, tuple(BASELINES))
         axes.set(xlabel=AXES[against], ylabel=_quality(name))
@@ -104,6 +105,48 @@ def distributions(curves: Sequence[Curve], file: Path, note: str, against: str =
         _range(axes, curves, name, f"{_title(name)}: m = {number}", points)
     _legend(figure, panels[0])
     figure.savefig(file, dpi=110)
+
+
+def against_time(panels: Mapping[str, Mapping[str, Sequence[Run]]], file: Path) -> None:
+    """Draw held-out loss against training time: thin lines for single seeds, a thick line for their mean.
+
+    Args:
+        panels: for the title of each panel, the runs of each sampler.
+        file: the PNG to write.
+    """
+    note = "Held-out loss of each seed (thin) and mean over seeds (thick), measured on a part of the held-out examples"
+    figure, grid = _figure(len(panels), note)
+    for (title, samplers), axes in zip(panels.items(), grid, strict=True):
+        for sampler, runs in samplers.items():
+            _seeds_and_mean(axes, sampler, runs)
+        axes.set(xscale="log", xlabel=AXES["seconds"], ylabel="held-out cross entropy (nats)")
+        axes.set_title(title, fontsize="medium")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+        _seconds_axis(axes)
+    with replacing(file) as temporary:
+        figure.savefig(temporary, dpi=110)
+
+
+def _seeds_and_mean(axes: Any, sampler: str, runs: Sequence[Run]) -> None:
+    colour, marker = STYLES.get(sampler, ("#000000", "o"))
+    curves = [[(row["seconds"], row["heldout_loss"]) for row in run.rows if row["step"] > 0] for run in runs]
+    for curve in curves:
+        axes.plot(*zip(*curve, strict=True), color=colour, linewidth=0.7, alpha=0.6)
+    # The runs of a sampler are evaluated at the same steps.
+    means = [[sum(values) / len(runs) for values in zip(*at, strict=True)] for at in zip(*curves, strict=True)]
+    seconds, losses = zip(*means, strict=True) if means else ((), ())
+    label = sampler if means else f"{sampler}: missing"
+    axes.plot(seconds, losses, color=colour, marker=marker, linewidth=2, label=label)
+
+
+def _seconds_axis(axes: Any) -> None:
+    """Label 1, 2 and 5 of each power of ten with plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _figure(count: int, note: str) -> tuple[Any, list[Any]]:

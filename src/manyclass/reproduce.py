@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from shutil import rmtree
 from typing import NamedTuple
@@ -25,7 +25,7 @@ SAMPLERS = ("uniform", "unigram", "bigram", "quadratic", "quartic", "softmax")
 FIXED = (10, 40, 160)
 #: The symmetric kernels, which the paper trains with the absolute softmax.
 ABSOLUTE = ("quadratic", "quartic")
-POOLED = "blocks, pool"
+BLOCKS = "blocks"
 NEXT_ITEM = "next-item --model feed-forward --features 64 --dropout 0 --lr 0.05 --batch"
 
 
@@ -94,7 +94,7 @@ class Preset(NamedTuple):
     """How much of it."""
 
     negatives: tuple[int, ...]
-    #: Of the pool of blocks, which the batch shares.
+    #: Numbers of negatives of the pool that the batch shares with `blocks`.
     pools: tuple[int, ...]
     #: Runs of each sampler, and of the full softmax, whose spread tells what is noise.
     seeds: int
@@ -131,8 +131,7 @@ class Point(NamedTuple):
     @property
     def name(self) -> str:
         """Of its folder."""
-        kind = self.sampler.replace(", ", "-")
-        return f"{kind}-{self.prediction}-{self.negatives or 'all'}-{self.seed}"
+        return f"{self.sampler}-{self.prediction}-{self.negatives or 'all'}-{self.seed}"
 
 
 class Curve(NamedTuple):
@@ -149,11 +148,11 @@ def points(dataset: str, preset: Preset) -> list[Point]:
         for prediction in ("softmax", "absolute")
         for seed in range(preset.baselines)
     ]
-    for sampler in (*SAMPLERS, "blocks", POOLED):
+    for sampler in (*SAMPLERS, BLOCKS):
         if preset.hurry and sampler in DATASETS[dataset].slow:
             continue
         prediction = "absolute" if sampler in ABSOLUTE else "softmax"
-        numbers = preset.pools if sampler == POOLED else preset.negatives
+        numbers = preset.pools if sampler == BLOCKS else preset.negatives
         found += [Point(dataset, sampler, prediction, m, seed) for m in numbers for seed in range(preset.seeds)]
     return found
 
@@ -164,11 +163,9 @@ def command(point: Point, preset: str, files: Mapping[str, Path], out: Path) -> 
     options = [*dataset.options.split(), *dataset.presets[preset].split()]
     for option, file in files.items():
         options += [option, str(file)]
-    options += ["--sampler", point.sampler.split(",")[0], "--prediction", point.prediction]
+    options += ["--sampler", point.sampler, "--prediction", point.prediction]
     if point.negatives is not None:
         options += ["--num-samples", str(point.negatives)]
-    if point.sampler == "blocks":
-        options += ["--scope", "example"]
     return [*options, "--seed", str(point.seed), "--threads", "1", "--out", str(out), "--resume"]
 
 
@@ -184,7 +181,12 @@ def sources(name: str, data: Path | None, out: Path) -> dict[str, Path]:
         return {"--interactions": file}
     if data is None:
         raise ValueError(f"--data must be the folder with the files of {name}; only --dataset synth needs none")
-    return {option: _find(data, name, pattern) for option, pattern in dataset.files.items()}
+    return find_files(name, data)
+
+
+def find_files(name: str, data: Path) -> dict[str, Path]:
+    """Find the files of a data set below ``data``, each with its option."""
+    return {option: _find(data, name, pattern) for option, pattern in DATASETS[name].files.items()}
 
 
 def _find(data: Path, dataset: str, pattern: str) -> Path:
@@ -195,66 +197,94 @@ def _find(data: Path, dataset: str, pattern: str) -> Path:
     raise FileNotFoundError(f"no file {pattern} in {data} or {data / dataset}")
 
 
-def sweep(names: Sequence[str], preset: str, data: Path | None, out: Path, jobs: int, console: Console) -> list[Curve]:
-    """Train what is not trained yet, ``jobs`` runs at a time, one thread each; returns all curves."""
-    waiting = [point for name in names for point in points(name, PRESETS[preset])]
-    with console.status("data"):
-        files = {name: sources(name, data, out) for name in names}
-    total = len(waiting)
-    done = [point for point in waiting if _result(out, point).exists()]
-    waiting = [point for point in waiting if point not in done]
-    running: dict[Point, subprocess.Popen[bytes]] = {}
+class Job(NamedTuple):
+    """Commands of `manyclass` that run one after another."""
+
+    label: str
+    #: Gets ``log.txt``, what the commands print.
+    folder: Path
+    commands: tuple[Sequence[str], ...]
+    #: Called after the last command.
+    finish: Callable[[], None]
+
+
+def run_jobs(waiting: Iterable[Job], done: int, limit: int, console: Console) -> None:
+    """Run jobs with a progress bar, at most ``limit`` at a time; stop all of them if one fails, or at Ctrl-C.
+
+    ``done`` counts the jobs of earlier calls, for the bar.
+    """
+    waiting, running = list(waiting), list[tuple[Job, "subprocess.Popen[bytes]"]]()
     columns = ["runs", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[now]}")]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that nothing goes on training alone
+    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the jobs would outlive this process
     try:
         with Progress(*columns, console=console) as progress:
-            bar = progress.add_task("", total=total, completed=len(done), now="")
+            bar = progress.add_task("", total=done + len(waiting), completed=done, now="")
             while waiting or running:
-                while waiting and len(running) < jobs:
-                    point = waiting.pop(0)
-                    running[point] = _launch(point, preset, files[point.dataset], out)
-                for point, process in list(running.items()):
-                    if process.poll() is not None:
-                        del running[point]
-                        _collect(point, process.returncode, out)
-                        progress.advance(bar)
-                now = ", ".join(f"{point.dataset} {point.sampler} {point.negatives or ''}" for point in running)
-                progress.update(bar, now=now)
+                while waiting and len(running) < limit:
+                    job = waiting.pop(0)
+                    running.append((job, _launch(job)))
+                progress.update(bar, now=", ".join(job.label for job, _ in running))
                 time.sleep(0.2)
+                for job, process in list(running):
+                    if process.poll() is None:
+                        continue
+                    running.remove((job, process))
+                    _check(job, process.returncode)
+                    if len(job.commands) > 1:
+                        following = job._replace(commands=job.commands[1:])
+                        running.append((following, _launch(following)))
+                    else:
+                        job.finish()
+                        progress.advance(bar)
+            progress.update(bar, now="")
     finally:
-        for process in running.values():
+        for _, process in running:
             process.terminate()
-        for process in running.values():
+        for _, process in running:
             process.wait()
-    return [Curve(point, _read(_result(out, point))) for name in names for point in points(name, PRESETS[preset])]
+        signal.signal(signal.SIGTERM, handler)
 
 
-def _folder(out: Path, point: Point) -> Path:
-    return out / point.dataset / point.name
+def _launch(job: Job) -> "subprocess.Popen[bytes]":
+    """Start the first command of a job, on one thread."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1"}
+    with (job.folder / "log.txt").open("ab") as log:
+        arguments = [sys.executable, "-m", "manyclass", *job.commands[0]]
+        return subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def _check(job: Job, code: int) -> None:
+    """Raise an error with the last line of the log if a command failed."""
+    if code != 0:
+        last = (job.folder / "log.txt").read_text("utf-8", errors="replace").strip().splitlines()[-1:]
+        raise ValueError(f"the run {job.folder} ended with code {code}: {' '.join(last)}")
+
+
+def sweep(names: Sequence[str], preset: str, data: Path | None, out: Path, jobs: int, console: Console) -> list[Curve]:
+    """Train what is not trained yet, ``jobs`` runs at a time, one thread each; returns all curves."""
+    wanted = [point for name in names for point in points(name, PRESETS[preset])]
+    with console.status("data"):
+        files = {name: sources(name, data, out) for name in names}
+    waiting = [_job(point, preset, files[point.dataset], out) for point in wanted if not _result(out, point).exists()]
+    run_jobs(waiting, len(wanted) - len(waiting), jobs, console)
+    return [Curve(point, _read(_result(out, point))) for point in wanted]
 
 
 def _result(out: Path, point: Point) -> Path:
     return out / point.dataset / f"{point.name}.csv"
 
 
-def _launch(point: Point, preset: str, files: Mapping[str, Path], out: Path) -> "subprocess.Popen[bytes]":
-    folder = _folder(out, point)
-    folder.mkdir(parents=True, exist_ok=True)
-    arguments = [sys.executable, "-m", "manyclass", "train", *command(point, preset, files, folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1"}
-    with (folder / "log.txt").open("wb") as log:
-        return subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT, env=environment)
+def _job(point: Point, preset: str, files: Mapping[str, Path], out: Path) -> Job:
+    folder = out / point.dataset / point.name
 
+    def keep_curve() -> None:
+        with replacing(_result(out, point)) as file:
+            file.write_bytes((folder / "metrics.csv").read_bytes())
+        rmtree(folder)
 
-def _collect(point: Point, code: int, out: Path) -> None:
-    """Keep the curve of a run that has ended, and drop the rest of its folder."""
-    folder = _folder(out, point)
-    if code != 0:
-        last = (folder / "log.txt").read_text("utf-8", errors="replace").strip().splitlines()[-1:]
-        raise ValueError(f"the run {folder} ended with code {code}: {' '.join(last)}")
-    with replacing(_result(out, point)) as file:
-        file.write_bytes((folder / "metrics.csv").read_bytes())
-    rmtree(folder)
+    label = f"{point.dataset} {point.sampler} {point.negatives or ''}"
+    return Job(label, folder, (("train", *command(point, preset, files, folder)),), keep_curve)
 
 
 def _read(file: Path) -> list[Metrics]:
