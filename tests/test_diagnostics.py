@@ -145,8 +145,8 @@ def test_measuring_takes_a_small_part_of_the_work(monkeypatch):
     for _ in range(600):
         found(query, target)
         work += EXAMPLES * found.num_samples * 3
-    assert len(measured) > 10
-    assert (len(measured) - 4) * head.MEASURED * CLASSES < 1.5 * head.MEASURING * work
+    assert len(measured) > 6
+    assert (len(measured) - 4) * 3 * head.MEASURED * CLASSES < 1.5 * head.MEASURING * work
 
 
 def test_the_steady_bias_is_the_mean():

@@ -141,11 +141,9 @@ def gradient_error(sampler, prediction, m, examples=200_000, n=9):
     logits = (query @ weight.T).double()
     per_example = logits.expand(examples, n).clone().requires_grad_()
     exclude = torch.full((examples,), target)
-    ids, log_count = sampler.draw(
-        query.expand(examples, -1), m, exclude=exclude, generator=torch.Generator().manual_seed(m)
-    )
+    draw = sampler.draw(query.expand(examples, -1), m, exclude=exclude, generator=torch.Generator().manual_seed(m))
     functional.sampled_softmax_loss(
-        per_example[:, target], per_example.gather(1, ids), log_count, "sum", prediction=prediction
+        per_example[:, target], per_example.gather(1, draw.ids), draw.log_count, "sum", prediction=prediction
     ).backward()
     full = logits.clone().requires_grad_()
     outputs = full.abs() if prediction == "absolute" else full

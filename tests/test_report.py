@@ -155,7 +155,7 @@ def test_table(tmp_path):
     ]
     text = printed(runs)
     assert report.TITLE in text
-    assert cells(text, "sampled") == ["sampled", "blocks", "4096 shared", "5.000", "148", "31", "12.4×"]
+    assert cells(text, "sampled") == ["sampled", "blocks", "32 each, 4096 shared", "5.000", "148", "31", "12.4×"]
     assert cells(text, "each") == ["each", "unigram", "64 each", "4.000", "54.6", "20", "8.0×"]
     assert cells(text, "pool")[2] == "64 shared"
     assert cells(text, "all") == ["all", "full", "all", "5.000", "148", "2.5", "1.0×"]
@@ -194,7 +194,7 @@ def test_page(tmp_path):
     html = written([full, sampled], tmp_path)
     summary, metrics, settings, versions = html.tables
     assert summary[0] == ["run", "sampler", "negatives", "loss", "perplexity", "steps/s", "speed-up"]
-    assert summary[2] == ["sampled", "blocks", "4096 shared", "5.000", "148", "31", "12.4×"]
+    assert summary[2] == ["sampled", "blocks", "32 each, 4096 shared", "5.000", "148", "31", "12.4×"]
     assert metrics == [["run", *evaluation], ["sampled", "200", "45", "5.1", "164"]]
     assert settings[0] == ["setting", "full", "sampled"]
     assert ["torch", "2.13.0"] in versions

@@ -65,7 +65,7 @@ CASES = [
     ("lm", {"dropout": 0.1, "layers": 2}),
     ("lm", {"sampler": "bigram", "num_samples": 3, "tied": True}),
     ("lm", {"sampler": "full", "optimizer": "adam", "lr": 0.01}),
-    ("lm", {"target_bias": 0.05, "optimizer": "sgd", "lr": 5.0, "schedule": "exponential"}),
+    ("lm", {"tolerance": 0.05, "optimizer": "sgd", "lr": 5.0, "schedule": "exponential"}),
     ("next-item", {"sampler": "uniform", "num_samples": 5}),
     ("next-item", {"model": "feed-forward", "sampler": "quadratic", "prediction": "absolute", "history": 3}),
     ("next-item", {"sampler": "full", "tied": True, "schedule": "constant"}),
@@ -408,10 +408,10 @@ def test_tensorboard(tmp_path):
         ({"sampler": "full", "num_samples": 3}, "--sampler full has no negatives, so it takes no --num-samples"),
         ({"power": 0.5}, "--power is for unigram, not for blocks"),
         ({"epochs": math.nan}, "--epochs must be positive, got nan"),
-        ({"num_samples": 3, "target_bias": 0.1}, "give --num-samples or --target-bias, not both"),
+        ({"num_samples": 3, "tolerance": 0.1}, "give --num-samples or --tolerance, not both"),
         (
             {"scope": "batch", "sampler": "softmax"},
-            "--scope is for blocks, uniform, log_uniform, unigram, not for softmax",
+            "--scope is for uniform, log_uniform, unigram, not for softmax",
         ),
     ],
 )

@@ -216,7 +216,8 @@ def test_partial_samples_are_less_biased_per_leaf():
     for ending in ("class", "leaf"):
         sampler = KernelTree(kernels.Quadratic(), n, d, leaf_size=16, ending=ending)
         sampler.update(weight)
-        ids, log_count = sampler.draw(query.expand(repeats, -1), m, generator=torch.Generator().manual_seed(1))
+        draw = sampler.draw(query.expand(repeats, -1), m, generator=torch.Generator().manual_seed(1))
+        ids, log_count = draw.ids, draw.log_count
         bias[ending] = float((outputs[ids] - log_count).logsumexp(-1).mean() - outputs.logsumexp(-1))
     assert bias["class"] < bias["leaf"] < 0.02
 

@@ -15,7 +15,7 @@ class Diagnostics(NamedTuple):
     pool: int
     #: Mean of sampled minus exact loss in nats: by how much the loss is too small.
     bias: float
-    #: Standard error of ``bias``, from the spread over examples.
+    #: Standard error of ``bias``, from the spread over examples and over draws.
     bias_error: float
     #: Root mean square of sampled minus exact loss.
     error: float
@@ -56,6 +56,12 @@ def measure(
     size = slope.norm(dim=-1).clamp(min=torch.finfo(slope.dtype).tiny)
     differences = torch.stack([loss - exact for loss, _ in found])
     return Measured(differences, torch.stack([(gradient - slope).norm(dim=-1) / size for _, gradient in found]))
+
+
+def standard_error(difference: Tensor) -> float:  # shape: (draws, examples)
+    """Return the standard error of the mean. Examples that share a pool err together, so draws vary, too."""
+    parts = [difference.mean(dim=dim) for dim in (0, 1)]
+    return float(sum((part.var() / len(part) for part in parts), torch.zeros(())).sqrt())
 
 
 def steady_bias(difference: Tensor) -> float:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import checks, functional, fused, samplers
-from .diagnostics import Diagnostics, Measured, measure, steady_bias
+from .diagnostics import Diagnostics, Measured, measure, standard_error, steady_bias
 
 _REFUSED = {
     "label_smoothing": "smoothed targets need the logits of all classes",
@@ -341,15 +341,13 @@ class SampledSoftmax(nn.Module):
         if not self._size_of_batch():
             raise ValueError("diagnostics need a training step with at least one target before them")
         found = self._measure(examples, DRAWS)
-        mean = found.difference.mean(dim=0)
-        error = float(mean.std()) / math.sqrt(len(mean)) if len(mean) > 1 else math.nan
         sampler = self.sampler
         untracked = isinstance(sampler, samplers.KernelTree) and not self._tracked()
         return Diagnostics(
             own=getattr(sampler, "own", self.num_samples if sampler.scope == "example" else 0),
             pool=min(self.num_samples, self.num_classes) if sampler.scope == "batch" else 0,
-            bias=float(mean.mean()),
-            bias_error=error,
+            bias=float(found.difference.mean()),
+            bias_error=standard_error(found.difference),
             error=float(found.difference.square().mean().sqrt()),
             gradient_error=float(found.gradient.square().mean().sqrt()),
             stale_steps=(int(self.step) - 1) % REFRESH_UNTRACKED if untracked else sampler.staleness(),
@@ -383,8 +381,9 @@ class SampledSoftmax(nn.Module):
     def _adapt(self, tolerance: float) -> None:
         """Draw more or fewer from this step on, as the measured bias asks for."""
         step, batch = int(self.step), self._size_of_batch()
-        work = batch * (self.num_samples + getattr(self.sampler, "own", 0)) * 3  # multiplications per column
-        every = max(1, round(MEASURED * self.num_classes / work / MEASURING))
+        work = batch * (self.num_samples + getattr(self.sampler, "own", 0)) * 3
+        # Multiplications per column, forward and backward. Powers of two: few multiples also while samples change.
+        every = 1 << max(0, math.ceil(math.log2(3 * MEASURED * self.num_classes / work / MEASURING)))
         if step > 4 and step % every:
             return
         product = -steady_bias(self._measure(MEASURED, 2).difference) * self.num_samples

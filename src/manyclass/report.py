@@ -22,6 +22,8 @@ STEPS, SECONDS = "training steps", "training time (seconds)"
 LOSS = "held-out loss under the full softmax (nats)"
 NONE = "–"
 DIVERGED = "diverged"
+# Negatives of each example that `blocks` draws unless told otherwise.
+OWN = 32
 
 # As the shapes of `page`.
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -295,7 +297,9 @@ def _negatives(run: Run) -> str:
     scope = settings.get("scope") or ("batch" if run.sampler == "blocks" else "example")
     if math.isnan(number):
         return NONE
-    own = f"{settings.get('own') or 32} each, " if run.sampler == "blocks" else ""
+    own = ""
+    if run.sampler == "blocks" and settings.get("tolerance") is None:  # else own negatives follow the shared ones
+        own = f"{settings.get('own') or OWN} each, "
     return f"{own}{number:.0f} {'shared' if scope == 'batch' else 'each'}"
 
 
