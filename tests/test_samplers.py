@@ -360,3 +360,15 @@ def test_named_kernels():
             kernels.Polynomial(degree)
     with pytest.raises(ValueError, match="alpha must be positive"):
         kernels.Quadratic(-1.0)
+
+
+def test_arguments_that_are_not_contiguous():
+    """A slice of a batch, such as diagnostics take: the native tree once refused it."""
+    sampler = samplers.KernelTree(kernels.Quadratic(), 40, 3)
+    sampler.update(weights(40))
+    query, exclude = torch.randn(6, 3)[::2], torch.arange(6)[::2]
+    draws = [
+        sampler.draw(query, 5, exclude=positive, generator=torch.Generator().manual_seed(0))
+        for positive in (exclude, exclude.contiguous())
+    ]
+    assert torch.equal(draws[0].ids, draws[1].ids)

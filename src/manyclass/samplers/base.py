@@ -190,13 +190,14 @@ class Sampler(nn.Module):
             if self.num_classes < 2:
                 raise ValueError("exclude leaves no class to draw: num_classes is 1, at least 2 are needed")
             ignore = -1 if self.scope == "batch" else None
-            exclude = checks.indices("exclude", exclude, self.num_classes, batch_of=query, ignore=ignore).reshape(-1)
+            exclude = checks.indices("exclude", exclude, self.num_classes, batch_of=query, ignore=ignore)
+            exclude = exclude.reshape(-1).contiguous()
         if not self.needs_context:
             context = None
         elif context is None:
             raise ValueError(f"context is needed: {type(self).__name__} draws from q(class | context)")
         else:
-            context = checks.indices("context", context, None, batch_of=query).reshape(-1)
+            context = checks.indices("context", context, None, batch_of=query).reshape(-1).contiguous()
         return query.reshape(-1, query.shape[-1]), exclude, context
 
     def _chunks(
