@@ -42,7 +42,6 @@ void summarise_(const Tensor& mean, const Tensor& spread, const Tensor& weight, 
 
   std::atomic<bool> sound{true};  // exceptions must not leave a thread
   torch::stable::parallel_for(0, blocks.numel(), 32, [&](int64_t begin, int64_t end) {
-    std::vector<double> sum(columns);
     for (int64_t at = begin; at < end; ++at) {
       const int64_t block = block_data[at], first = layout.border(block), size = layout.size(block);
       const int32_t* ids = order_data + first;

@@ -31,7 +31,7 @@ def bisect_reference(rows: Tensor, borders: Tensor) -> Tensor:
     order, blocks = torch.arange(len(rows), device=rows.device), len(borders) - 1
     width = blocks
     while width > 1:
-        begin, middle, end = borders[:-1:width], borders[width // 2 :: width], borders[width::width]
+        begin, end = borders[:-1:width], borders[width::width]
         size = end - begin
         longest = int(size.max())
         halved = torch.empty_like(order)
@@ -45,7 +45,6 @@ def bisect_reference(rows: Tensor, borders: Tensor) -> Tensor:
             value = value.nan_to_num(0.0).masked_fill(~inside, math.inf)
             halved[position[inside]] = members.gather(1, value.argsort(dim=1, stable=True))[inside]
         order, width = halved, width // 2
-        del middle
     return order
 
 

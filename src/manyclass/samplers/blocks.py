@@ -167,7 +167,7 @@ class Blocks(Incremental):
         self.line_length -= waiting
         swept = (int(self.swept) + torch.arange(REFRESH - waiting, device=device)) % blocks
         self.swept.add_(REFRESH - waiting).remainder_(blocks)
-        return torch.cat([due, swept])
+        return torch.cat([due, swept]).unique()  # each once: threads share them out
 
     def _refresh(self, blocks: Tensor) -> None:
         assert self._tables is not None
