@@ -346,7 +346,7 @@ def test_a_new_tree_grows_beside_the_old_one(backend):
             old = sampler.partition.order.clone()
     slices = sampler.partition.slices
     assert slices > 10
-    assert changes[0] == blocks.REBUILD + math.ceil(slices / 2) - 2
+    assert changes[0] == blocks.REBUILD + math.ceil(slices / blocks.FASTEST) - 2
     assert all(later >= 1.25 * earlier for earlier, later in itertools.pairwise(changes))
     fresh = Blocks(N, D, block_size=4)
     fresh.update(moved)

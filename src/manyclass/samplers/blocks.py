@@ -21,8 +21,10 @@ SWEEP = 8
 # A new tree is begun after so many updates, and each later one when a quarter more have passed: embeddings move most at
 # the start.
 REBUILD = 10
-# It grows by two slices at each update if it has at most so many, else by one.
-FEW_SLICES = 512
+# It shall be complete after a quarter more, too, but grows by no more slices at each update than so many, and by one if
+# there are many.
+FASTEST = 8
+MANY_SLICES = 512
 
 
 class Blocks(Incremental):
@@ -111,11 +113,8 @@ class Blocks(Incremental):
             if self.partition.blocks > REFRESH:
                 self._enqueue(rows)
             self._refresh(self._due())
-            slices, grown = self.growing.slices, int(self.growing.grown)
-            if grown or int(self.updates) > int(self.rebuild_at):
-                self._grow(min(2 if slices <= FEW_SLICES else 1, slices - grown))
-                if int(self.growing.grown) == slices:
-                    self._swap()
+            if int(self.growing.grown) or int(self.updates) > int(self.rebuild_at):
+                self._grow_some()
 
     def attach(self, weight: Tensor, bias: Tensor | None) -> None:
         """Read these class weights from now on."""
@@ -127,6 +126,13 @@ class Blocks(Incremental):
             blocks = self.growing.grow(*self._tables)
             if blocks is not None:
                 self._share(self.growing, blocks)
+
+    def _grow_some(self) -> None:
+        slices = self.growing.slices
+        fastest = FASTEST if slices <= MANY_SLICES else 1
+        self._grow(min(fastest, math.ceil(4 * slices / int(self.updates)), slices - int(self.growing.grown)))
+        if int(self.growing.grown) == slices:
+            self._swap()
 
     def _swap(self) -> None:
         """Take the new tree into use; nothing waits for a refresh in it."""
