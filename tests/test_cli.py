@@ -257,7 +257,7 @@ def test_verdicts_compare_with_the_better_static_pool(of_blocks, error, expected
     rows += [row(model, bias.BLOCKS, step.OWN, of_blocks, error) for model in ("words", "sessions")]
     lines = bias.verdicts(rows)
     assert [line.split()[0] for line in lines] == [expected] * 4
-    assert all("unigram pool of 2,080" in line for line in lines[1::2])
+    assert all("unigram pool of 4,128" in line for line in lines[1::2])
 
 
 def test_the_python_sources_have_many_classes(tmp_path):

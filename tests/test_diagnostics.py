@@ -128,7 +128,7 @@ def test_the_layer_keeps_within_its_tolerance(sampler, tolerance, monkeypatch):
     assert -2 * tolerance < bias < 0.25 * tolerance
     assert found.num_samples < CLASSES
     if sampler == "blocks":
-        assert found.sampler.own == max(1, round(32 / 2048 * found.num_samples))
+        assert found.sampler.own == max(1, round(32 / 4096 * found.num_samples))
     other = SampledSoftmax(FEATURES, CLASSES, sampler, tolerance=tolerance)
     other.load_state_dict(found.state_dict())
     assert other.num_samples == found.num_samples
@@ -178,9 +178,9 @@ def test_a_batch_that_tells_nothing_changes_nothing():
 def test_defaults():
     found = SampledSoftmax(FEATURES, 4 * CLASSES)
     assert isinstance(found.sampler, samplers.Blocks)
-    assert (found.sampler.own, found.sampler.probe, found.num_samples) == (32, 64, 2048)
+    assert (found.sampler.own, found.sampler.probe, found.num_samples) == (32, 64, 4096)
     assert SampledSoftmax(FEATURES, CLASSES, "uniform").num_samples == 64
-    assert SampledSoftmax(FEATURES, CLASSES, "uniform", scope="batch").num_samples == 2048
+    assert SampledSoftmax(FEATURES, CLASSES, "uniform", scope="batch").num_samples == 4096
 
 
 def test_the_number_of_samples_stays_in_its_bounds(monkeypatch):

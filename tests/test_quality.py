@@ -69,7 +69,7 @@ def finished(folder, trial, *, loss=5.0, recall=0.3, seconds=10.0):
     (folder / "config.json").write_text(json.dumps(config))
     epochs = trial.settings["epochs"]
     lines = ["step,epoch,seconds,lr,train_loss,heldout_loss,bias,num_samples", "0,0.0,0.0,0.1,,6.0,,"]
-    lines += [f"{step},{step * epochs / 8},{seconds * step / 8},0.1,5.5,{loss},0.01,2048" for step in (4, 8)]
+    lines += [f"{step},{step * epochs / 8},{seconds * step / 8},0.1,5.5,{loss},0.01,4096" for step in (4, 8)]
     (folder / "metrics.csv").write_text("\n".join(lines))
     measures = {"loss": loss, "recall@20": recall, "mrr@20": 0.1, "ndcg@20": 0.2}
     (folder / "evaluation.json").write_text(json.dumps({"step": 8, "examples": 70, **measures}))
@@ -219,7 +219,7 @@ def test_what_is_trained():
     options = " ".join(quality._training(Trial("diginetica", "uniform", "adam", 1), files, Path("folder")))
     assert options == (
         "train next-item --interactions train.txt --heldout test.txt --model feed-forward --batch 512 --evaluations 4 "
-        "--epochs 3 --sampler uniform --scope batch --num-samples 2048 --optimizer adam --lr 0.002 --seed 1 "
+        "--epochs 3 --sampler uniform --scope batch --num-samples 4096 --optimizer adam --lr 0.002 --seed 1 "
         "--threads 1 --out folder --resume"
     )
     assert "--user-first --lr 0.01 --dropout 0.5 --sampler blocks" in " ".join(

@@ -28,7 +28,7 @@ REFRESH_ALL = 1000
 REFRESH_UNTRACKED = 5
 
 # Negatives of each example, or of the pool of a batch, unless told otherwise.
-NUM_SAMPLES = {"example": 64, "batch": 2048}
+NUM_SAMPLES = {"example": 64, "batch": 4096}
 # Examples that the bias is measured on, and how often each is drawn for.
 MEASURED, DRAWS = 16, 8
 # A layer with a tolerance begins with this many negatives, and has at least these.
@@ -52,7 +52,7 @@ class SampledSoftmax(nn.Module):
         sampler: a name (``"blocks"``, ``"uniform"``, ``"log_uniform"``, ``"unigram"``, ``"bigram"``, ``"softmax"``,
             ``"quadratic"``, ``"quartic"``) or a `samplers.Sampler`.
         num_samples: negatives per example, m, by default 64; or those of the pool that the batch shares, by default
-            2048, for samplers whose scope is the batch, such as ``"blocks"``.
+            4096, for samplers whose scope is the batch, such as ``"blocks"``.
         tolerance: instead of ``num_samples``: the bias of the loss in nats, such as 0.02, that the layer may have. It
             measures its bias (see `diagnostics`) as it trains, and adapts ``num_samples`` and the sampler's ``own``.
         prediction: ``"softmax"`` for p ∝ exp(o); ``"absolute"`` for p ∝ exp(|o|), which suits the symmetric kernels

@@ -25,7 +25,7 @@ DATASETS: dict[str, dict[str, Any]] = {
 SAMPLERS: dict[str, dict[str, Any]] = {
     FULL: {"sampler": "full"},
     BLOCKS: {"sampler": "blocks"},
-    "uniform": {"sampler": "uniform", "scope": "batch", "num_samples": 2048},
+    "uniform": {"sampler": "uniform", "scope": "batch", "num_samples": 4096},
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adagrad": {"optimizer": "adagrad"},

@@ -29,7 +29,7 @@ SamplerName = Literal[
 ]
 Sampler = Annotated[SamplerName, _option(LAYER, "Where negatives come from; `full` scores all classes.")]
 NumSamples = Annotated[
-    int | None, _option(LAYER, "Negatives; default: 64 per example, or 2048 shared for a pool and `blocks`.", min=1)
+    int | None, _option(LAYER, "Negatives; default: 64 per example, or 4096 shared for a pool and `blocks`.", min=1)
 ]
 Own = Annotated[
     int | None, _option(LAYER, "For `blocks`: negatives of each example alone, beside the pool; default: 32.", min=1)

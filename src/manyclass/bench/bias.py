@@ -21,7 +21,7 @@ from .step import OWN, POOL, time_steps
 from .timing import write_csv
 
 # Negatives per example, own and shared together; the second is the default of the layer.
-TOTALS = (512, OWN + POOL, 4096 + OWN)
+TOTALS = (1024, OWN + POOL, 8192 + OWN)
 # Negatives per example of the samplers that draw for each example.
 FEW = (16, 64, 256)
 DRAWS = 40

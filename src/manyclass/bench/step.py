@@ -13,7 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
 
-from ..head import SampledSoftmax
+from ..head import NUM_SAMPLES, SampledSoftmax
 from . import profiling, tensorflow_step
 from .timing import best_of, write_csv
 
@@ -22,9 +22,10 @@ CLASSES = {64: (10_000, 100_000, 1_000_000, 8_000_000), 128: (100_000, 1_000_000
 # The growth from the first to the second number of classes is printed; the step is profiled at the first.
 GROWTH = (1_000_000, 8_000_000)
 BATCH = 256
-NUM_SAMPLES = 64
 # The default setting of blocks: negatives of each example, and those that the batch shares.
-OWN, POOL = 32, 2048
+OWN, POOL = 32, NUM_SAMPLES["batch"]
+# Negatives of samplers without a pool.
+EACH = NUM_SAMPLES["example"]
 LOG_UNIFORM_POOL = 4096
 FULL, BLOCKS = "full softmax", f"blocks, {OWN} own + pool of {POOL}"
 EQUAL_NEGATIVES = f"uniform pool of {OWN + POOL}"
@@ -143,9 +144,9 @@ def _samplers(num_classes: int) -> dict[str, tuple[str, int, dict[str, Any]]]:
     counts = (1e9 / torch.arange(1, num_classes + 1)).long()
     pool = {"scope": "batch"}
     found: dict[str, tuple[str, int, dict[str, Any]]] = {
-        "uniform": ("uniform", NUM_SAMPLES, {}),
-        "unigram": ("unigram", NUM_SAMPLES, {"counts": counts}),
-        "quadratic": ("quadratic", NUM_SAMPLES, {"prediction": "absolute"}),
+        "uniform": ("uniform", EACH, {}),
+        "unigram": ("unigram", EACH, {"counts": counts}),
+        "quadratic": ("quadratic", EACH, {"prediction": "absolute"}),
         EQUAL_NEGATIVES: ("uniform", OWN + POOL, pool),
         EQUAL_ROWS: ("uniform", OWN * BATCH + POOL, pool),
         LOG_UNIFORM: ("log_uniform", LOG_UNIFORM_POOL, pool),
@@ -180,7 +181,7 @@ def _print(rows: list[Row], console: Console) -> None:
     seconds = {(row.in_features, row.num_classes, row.layer): row.seconds for row in rows}
     for d, sizes in CLASSES.items():
         title = (
-            f"d = {d}: training steps in milliseconds (full softmax / this), batch {BATCH}, {NUM_SAMPLES} negatives "
+            f"d = {d}: training steps in milliseconds (full softmax / this), batch {BATCH}, {EACH} negatives "
             f"per example where there is no pool, {torch.get_num_threads()} threads"
         )
         table = Table("layer", *(f"{n:,} classes" for n in sizes), title=title)
