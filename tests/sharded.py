@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from manyclass import SampledSoftmax, clip_grad_norm_, ops
 from manyclass.distributed import ShardedSampledSoftmax, data_parallel
 from manyclass.processes import leave
+from manyclass.shard import Examples
 
 N, D = 61, 5
 #: Examples of each rank: uneven, and none on one of them.
@@ -46,7 +47,7 @@ def examples(ranks, seed=1):
 def sharded(sampler="blocks", num_samples=None, **options):
     """A layer with the weights above."""
     head = ShardedSampledSoftmax(D, N, sampler, num_samples, **options)
-    fill(head, head.first, head.last)
+    fill(head, head.shard.first, head.shard.last)
     return head
 
 
@@ -79,7 +80,7 @@ def equals_one_process(head, query, target, mine, loss, query_grad, grads):
     torch.testing.assert_close(own.grad / ranks, query_grad[mine], rtol=1e-4, atol=1e-6)
     for parameter, grad in zip(head.parameters(), grads, strict=True):
         found = parameter.grad.to_dense()
-        torch.testing.assert_close(found, grad[head.first : head.last], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found, grad[head.shard.first : head.shard.last], rtol=1e-4, atol=1e-6)
 
 
 def check_exact_loss_and_gradients(rank, ranks):
@@ -158,15 +159,16 @@ def check_draws_follow_their_stratum(rank, ranks):
     for name, options in SAMPLERS.items():
         for split in ("even",) if name == "bigram" else ("even", "mass"):
             head = sharded(name, 8, split=split, **options)
-            head._refresh_sampler()
-            local = torch.where((target >= head.first) & (target < head.last), target - head.first, -1)
+            head.refresh()
+            shard = head.shard
+            local = torch.where((target >= shard.first) & (target < shard.last), target - shard.first, -1)
             repeats = 4000
             context = torch.full((repeats,), 3)
             many = query.expand(repeats, -1), local.expand(repeats), context
-            draw = head._draw(*many, torch.Generator().manual_seed(rank))
+            draw = shard.draw(head.sampler, Examples(*many, []), head.num_samples, torch.Generator().manual_seed(rank))
             taken = draw.log_count < math.inf
             assert not ((draw.ids == local) & taken).any()
-            size = head.last - head.first
+            size = shard.last - shard.first
             observed = draw.ids[taken].bincount(minlength=size)
             count = torch.zeros(size, dtype=torch.float64)
             count[draw.ids[taken]] = draw.log_count[taken].double().exp()
@@ -224,7 +226,7 @@ def check_partition_is_unbiased_and_gradient_means_are_right(rank, ranks):
     found = own.grad.view(400, *query[mine].shape).sum(0) / 4
     torch.testing.assert_close(found / ranks, query_grad[mine], rtol=0, atol=0.02)
     found = head.weight.grad.to_dense() / 4
-    torch.testing.assert_close(found, weight_grad[head.first : head.last], rtol=0, atol=0.02)
+    torch.testing.assert_close(found, weight_grad[head.shard.first : head.shard.last], rtol=0, atol=0.02)
 
 
 def check_predictions(rank, ranks):
@@ -249,7 +251,7 @@ def check_predictions(rank, ranks):
         everyone = query.clone().requires_grad_()
         (full.log_prob(everyone) * torch.linspace(0, 1, N)).sum().backward()
         torch.testing.assert_close(own.grad, everyone.grad[mine], rtol=1e-4, atol=1e-5)
-        wanted = full.weight.grad[head.first : head.last] / ranks
+        wanted = full.weight.grad[head.shard.first : head.shard.last] / ranks
         torch.testing.assert_close(head.weight.grad, wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -261,8 +263,8 @@ def check_weights_do_not_depend_on_the_number_of_ranks(rank, ranks):
     torch.manual_seed(5)
     alone = ShardedSampledSoftmax(3, 10_001, bias=True, mesh=single)
     assert torch.equal(after, torch.rand(()))  # and torch's generator goes on alike
-    assert torch.equal(head.weight, alone.weight[head.first : head.last])
-    assert torch.equal(head.bias, alone.bias[head.first : head.last])
+    assert torch.equal(head.weight, alone.weight[head.shard.first : head.shard.last])
+    assert torch.equal(head.bias, alone.bias[head.shard.first : head.shard.last])
     assert len(alone.weight.unique(dim=0)) == 10_001
     assert 0.9 < float(alone.weight.detach().abs().max()) * math.sqrt(3) <= 1
 
@@ -278,7 +280,7 @@ def check_a_mesh_of_data_and_classes(rank, ranks):
     loss, query_grad, *grads, _ = expected(query, target, bias=True)
     for training, sparse in ((False, True), (True, True), (True, False)):
         head = sharded(num_samples=1000 * N, bias=True, sparse=sparse, block_size=4, mesh=mesh).train(training)
-        assert (head.first, head.last) == ((0, 31), (31, 61))[rank % 2]
+        assert (head.shard.first, head.shard.last) == ((0, 31), (31, 61))[rank % 2]
         equals_one_process(head, query, target, mine, loss, query_grad, grads)
     # With a data parallel trunk over all four: the same weights as one process gets.
     model = data_parallel(Model(sharded(num_samples=1000 * N, block_size=4, mesh=mesh)))
@@ -291,7 +293,7 @@ def check_a_mesh_of_data_and_classes(rank, ranks):
         optimizer.zero_grad()
         head(query[mine], target[mine]).backward()
         optimizer.step()
-    head._refresh_sampler()
+    head.refresh()
     for value in (head.weight.detach(), head.sampler.partition.mean):
         both = [torch.empty_like(value) for _ in range(2)]
         dist.all_gather(both, value.contiguous(), group=mesh.get_group(0))
@@ -328,7 +330,9 @@ def trains_as_one_process(model, query, target, mine):
         for optimizer in optimizers:
             optimizer.step()
     torch.testing.assert_close(model.module.trunk.weight, single.trunk.weight, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(head.weight, single.head.weight[head.first : head.last], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        head.weight, single.head.weight[head.shard.first : head.shard.last], rtol=1e-4, atol=1e-5
+    )
     return single
 
 
@@ -467,8 +471,8 @@ def check_checkpoint_is_loaded(rank, ranks, folder):
         head.load_state_dict(state)
         assert not torch.equal(head.weight, before)
         weight, bias = weights()
-        assert torch.equal(head.weight, weight[head.first : head.last])
-        assert torch.equal(head.bias, bias[head.first : head.last])
+        assert torch.equal(head.weight, weight[head.shard.first : head.shard.last])
+        assert torch.equal(head.bias, bias[head.shard.first : head.shard.last])
         assert int(head.step) == 1
         query, target, _ = examples(ranks)
         head(query, target).backward()
@@ -480,7 +484,7 @@ def check_checkpoint_is_loaded(rank, ranks, folder):
     # Class weights of an unsharded layer are dealt out.
     head = ShardedSampledSoftmax(D, N, bias=True)
     head.load_state_dict(fill(SampledSoftmax(D, N, bias=True)).state_dict())
-    assert torch.equal(head.weight, weights()[0][head.first : head.last])
+    assert torch.equal(head.weight, weights()[0][head.shard.first : head.shard.last])
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from manyclass import SampledSoftmax, head, kernels, samplers
+from manyclass import SampledSoftmax, budget, diagnostics, kernels, samplers
 from manyclass.diagnostics import steady_bias
 
 CLASSES, FEATURES, EXAMPLES = 512, 8, 64
@@ -103,25 +103,37 @@ def test_diagnostics_change_nothing(sampler, bias):
         asked.diagnostics(0)
 
 
+def new_step(layer, query, target):
+    """A training step on weights that count as changed."""
+    with torch.no_grad():
+        layer.weight.mul_(1.0)
+    return layer(query, target)
+
+
 def test_stale_steps_of_a_tree_without_sparse_gradients():
     _, query, target = problem()
     sampler = samplers.KernelTree(kernels.Quadratic(), CLASSES, FEATURES)
     found, stale = SampledSoftmax(FEATURES, CLASSES, sampler, 64, sparse=False), []
+    optimizer = torch.optim.SGD(found.parameters(), lr=0.1)
     for _ in range(7):
-        found(query, target)
+        found(query, target).backward()
+        optimizer.step()
         stale.append(found.diagnostics().stale_steps)
     assert stale == [0, 1, 2, 3, 4, 0, 1]
+    for _ in range(9):  # nothing changes, so nothing grows stale
+        found(query, target)
+    assert found.diagnostics().stale_steps == 2
 
 
 @pytest.mark.parametrize(("sampler", "tolerance"), [("blocks", 0.02), ("blocks", 0.002), ("uniform", 0.05)])
 def test_the_layer_keeps_within_its_tolerance(sampler, tolerance, monkeypatch):
-    monkeypatch.setattr(head, "MEASURING", 1.0)  # so small a problem would hardly ever be measured
+    monkeypatch.setattr(budget, "MEASURING", 1.0)  # so small a problem would hardly ever be measured
     _, query, target = problem()
     found = layer(sampler, tolerance=tolerance)
     errors, exact = [], found.eval()(query, target).detach()
     found.train()
     for step in range(400):
-        loss = found(query, target).detach()
+        loss = new_step(found, query, target).detach()
         if step >= 100:
             errors.append(loss - exact)
     bias = float(torch.stack(errors).mean())
@@ -143,10 +155,10 @@ def test_measuring_takes_a_small_part_of_the_work(monkeypatch):
     monkeypatch.setattr(found, "_measure", lambda *a: (measured.append(found.num_samples), measure(*a))[1])
     work = 0
     for _ in range(600):
-        found(query, target)
+        new_step(found, query, target)
         work += EXAMPLES * found.num_samples * 3
     assert len(measured) > 6
-    assert (len(measured) - 4) * 3 * head.MEASURED * CLASSES < 1.5 * head.MEASURING * work
+    assert (len(measured) - 4) * 3 * diagnostics.MEASURED * CLASSES < 1.5 * budget.MEASURING * work
 
 
 def test_the_steady_bias_is_the_mean():
@@ -167,11 +179,11 @@ def test_a_batch_that_tells_nothing_changes_nothing():
     found = SampledSoftmax(8, 20_000, "unigram", counts=counts, scope="batch", tolerance=0.5)
     for step in range(40):
         target = torch.where(torch.rand(32) < 0.5, 3, torch.randint(20_000, (32,)))
-        loss = found(torch.randn(32, 8), target)
+        loss = new_step(found, torch.randn(32, 8), target)
         assert torch.isfinite(loss)
         if step == 5:
             before = found.num_samples
-            found._measure = lambda *a: head.Measured(torch.full((2, 4), math.nan), torch.zeros(2, 4))
+            found._measure = lambda *a: diagnostics.Measured(torch.full((2, 4), math.nan), torch.zeros(2, 4))
     assert found.num_samples == before <= 512
 
 
@@ -184,12 +196,12 @@ def test_defaults():
 
 
 def test_the_number_of_samples_stays_in_its_bounds(monkeypatch):
-    monkeypatch.setattr(head, "MEASURING", 1e9)
+    monkeypatch.setattr(budget, "MEASURING", 1e9)
     _, query, target = problem()
     for sampler, tolerance, expected in (("uniform", 1e-9, CLASSES), ("softmax", 0.1, 16), ("blocks", 9.0, 16)):
         found = SampledSoftmax(FEATURES, CLASSES, sampler, tolerance=tolerance)
         for _ in range(12):
-            found(query, target)
+            new_step(found, query, target)
         assert found.num_samples == expected
 
 

@@ -329,7 +329,9 @@ def test_torch_compile_around_the_layer():
 
 
 def test_repr_and_native_core():
-    assert repr(head_of("quadratic")).startswith("SampledSoftmax(\n  in_features=5, num_classes=30, num_samples=6")
+    shown = repr(head_of("quadratic"))
+    assert shown.startswith("SampledSoftmax(\n  in_features=5, num_classes=30, prediction=")
+    assert "(budget): Budget(num_samples=6, tolerance=None)" in shown
     assert "alpha=10.0" in repr(head_of("quadratic"))
     assert manyclass.native_available()
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from manyclass import SampledSoftmax, head, kernels
+from manyclass import SampledSoftmax, kernels, refresh
 from manyclass.samplers import KernelTree, blocks, partition
 
 
@@ -52,7 +52,7 @@ def test_untracked_weights_are_refreshed_periodically(kind):
     options = {"sparse": False} if kind == "dense" else {"embedding": torch.nn.Embedding(60, 6, sparse=True)}
     model = layer(**options)
     optimizer = (torch.optim.Adam if kind == "dense" else torch.optim.SGD)(model.parameters(), lr=0.1)
-    steps(model, optimizer, head.REFRESH_UNTRACKED)
+    steps(model, optimizer, refresh.REFRESH_UNTRACKED)
     assert not torch.equal(model.sampler.sums, expected_sums(model))
     with torch.no_grad():
         model(torch.ones(1, 6), torch.tensor([0]))
@@ -60,7 +60,7 @@ def test_untracked_weights_are_refreshed_periodically(kind):
 
 
 def test_unseen_changes_are_found_in_the_end(monkeypatch):
-    monkeypatch.setattr(head, "REFRESH_ALL", 3)
+    monkeypatch.setattr(refresh, "REFRESH_ALL", 3)
     model = layer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps(model, optimizer, 1)
@@ -102,7 +102,7 @@ def test_a_loaded_checkpoint_goes_on_as_if_never_stopped(kind, sparse, tmp_path,
 
     resumed = model_of()
     state, optimizer_state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert "sampler.sums" not in state
+    assert not {"sampler.sums", "sampler.weight"} & state.keys()
     resumed.load_state_dict(state)
     optimizer = optimizer_of(resumed)
     optimizer.load_state_dict(optimizer_state)
@@ -118,3 +118,40 @@ def test_new_weights_without_the_rest_of_a_checkpoint_refresh_all():
     with torch.no_grad():
         model(torch.ones(1, 6), torch.tensor([0]))
     assert torch.equal(model.sampler.weight, model.weight)
+
+
+@pytest.mark.parametrize("kind", ["tree", "blocks"])
+def test_rows_wait_until_the_weights_change(kind, monkeypatch):
+    """Several batches before one step of the optimiser: all their rows are refreshed after it, none before."""
+    monkeypatch.setattr(blocks, "SWEEP", 1 << 20)  # what a sweep would find does not count
+    model = layer() if kind == "tree" else SampledSoftmax(6, 60, "blocks", 8, own=4, probe=2, block_size=2)
+    seen = []
+    update = model.sampler.update
+    monkeypatch.setattr(model.sampler, "update", lambda w, rows=None, **k: (seen.append(rows), update(w, rows, **k)))
+    optimizer, updates = torch.optim.SGD(model.parameters(), lr=0.1), 1
+    for _ in range(3):
+        for _ in range(4):
+            model(torch.randn(5, 6), torch.randint(60, (5,))).backward()
+        assert len(seen) == updates
+        changed = model.weight.grad.coalesce().indices()[0]
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(torch.randn(5, 6), torch.randint(60, (5,)))
+        updates += 1
+        assert len(seen) == updates
+        assert set(changed.tolist()) == set(seen[-1].tolist())
+    if kind == "tree":
+        assert torch.equal(model.sampler.sums, expected_sums(model))
+
+
+def test_weights_that_were_replaced_unseen_are_found_by_the_sweep():
+    model = SampledSoftmax(6, 600, "blocks", 16, own=4, probe=4, block_size=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps(model, optimizer, 2, n=600)
+    model.weight.data.copy_(torch.randn(600, 6))
+    steps(model, optimizer, 8, n=600)
+    tree = model.sampler.partition
+    old = tree.mean.clone()
+    tree.summarise(model.weight.detach(), None, torch.arange(tree.blocks))
+    torch.testing.assert_close(old, tree.mean, rtol=0, atol=0.5)

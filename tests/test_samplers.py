@@ -1,5 +1,6 @@
 """All samplers against the contract; wrong samplers must be caught by it."""
 
+import itertools
 import math
 
 import pytest
@@ -132,20 +133,17 @@ class IgnoresRows(samplers.Softmax):
             super().update(weight)
 
 
-class HiddenState(samplers.Softmax):
-    """Keeps the weights it draws from outside of its buffers."""
+class HiddenState(samplers.Unigram):
+    """Keeps what its draws depend on outside of its buffers: every one that is made has another shift."""
 
-    def update(self, weight, rows=None, *, bias=None):
-        super().update(weight)
-        self.hidden = weight
-        self.weight.zero_()
+    made = itertools.count()
 
-    def _log_masses(self, query, exclude):
-        held = self.weight
-        self.weight = getattr(self, "hidden", held)
-        result = super()._log_masses(query, exclude)
-        self.weight = held
-        return result
+    def __init__(self, counts):
+        super().__init__(counts)
+        self.shift = 0.31 * next(self.made)
+
+    def _draw(self, query, uniform, exclude, context):
+        return super()._draw(query, (uniform + self.shift) % 1, exclude, context)
 
 
 class FlatOnly(samplers.Unigram):

@@ -3,9 +3,19 @@
 from . import functional, kernels, samplers
 from .clip import clip_grad_norm_
 from .diagnostics import Diagnostics
-from .head import SampledSoftmax
+from .head import FullSoftmax
 from .ops import native_available
+from .sampled import SampledSoftmax
 
 __version__ = "0.1.0"
 
-__all__ = ["Diagnostics", "SampledSoftmax", "clip_grad_norm_", "functional", "kernels", "native_available", "samplers"]
+__all__ = [
+    "Diagnostics",
+    "FullSoftmax",
+    "SampledSoftmax",
+    "clip_grad_norm_",
+    "functional",
+    "kernels",
+    "native_available",
+    "samplers",
+]

@@ -8,11 +8,37 @@ from torch import Tensor
 
 def positive_int(name: str, value: object, minimum: int = 1) -> int:
     """Return ``value`` if it is an integer of at least ``minimum``."""
+    number = integer(name, value)
+    if number < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {number}")
+    return number
+
+
+def integer(name: str, value: object) -> int:
+    """Return ``value`` if it is an integer."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
-    if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {value}")
     return value
+
+
+def number(name: str, value: object) -> float:
+    """Return ``value`` if it is an int or a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    return value
+
+
+def boolean(name: str, value: object) -> bool:
+    """Return ``value`` if it is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+    return value
+
+
+def floating_dtype(name: str, value: object) -> None:
+    """Raise unless ``value`` is a floating point dtype or None."""
+    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise TypeError(f"{name} must be a floating point dtype, got {value!r}")
 
 
 def one_of(name: str, value: str, allowed: Sequence[str]) -> str:

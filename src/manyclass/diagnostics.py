@@ -1,10 +1,16 @@
 """How far the sampled loss is from the full one: measured on a few examples, against the exact loss."""
 
+import copy
+import math
+import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+# Examples that the bias is measured on, and how often each is drawn for.
+MEASURED, DRAWS = 16, 8
 
 
 class Diagnostics(NamedTuple):
@@ -36,6 +42,50 @@ class Measured(NamedTuple):
     gradient: Tensor
 
 
+class Monitor:
+    """The last batch, which `diagnostics` measures on, and the part of a step's time that goes into sampling."""
+
+    def __init__(self) -> None:
+        self.last: tuple[Tensor, Tensor, Tensor | None] | None = None
+        #: A running mean over steps.
+        self.share = math.nan
+        self._began = math.nan
+        self._sampling = 0.0
+
+    def begin(self, query: Tensor, target: Tensor, context: Tensor | None) -> None:
+        """Note that a step begins with this batch."""
+        now = time.perf_counter()
+        share = self._sampling / (now - self._began)
+        self.share = 0.9 * self.share + 0.1 * share if math.isfinite(self.share) else share
+        self._began = now
+        self.last = (query, target, context)
+
+    def sampled(self) -> None:
+        """Note that the step has its negatives."""
+        self._sampling = time.perf_counter() - self._began
+
+    def size(self) -> int:
+        """How many examples the last batch had."""
+        return 0 if self.last is None else len(self.last[0])
+
+    def some(self, examples: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return at most so many examples of the last batch, at even distances."""
+        assert self.last is not None
+        query, target, context = self.last
+        every = max(1, math.ceil(len(query) / examples))
+        return query[::every].contiguous(), target[::every].contiguous(), None if context is None else context[::every]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the batch out of pickles."""
+        return {**self.__dict__, "last": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Monitor":
+        """Copy the batch, too."""
+        other = Monitor()
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return other
+
+
 def measure(
     query: Tensor,  # shape: (examples, in_features)
     exact_losses: Callable[[Tensor], Tensor],
@@ -45,7 +95,8 @@ def measure(
     """Compare losses ``(examples,)`` of queries and their gradients; every call of ``sampled_losses`` draws afresh."""
 
     def of(losses: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
+        # What is saved here is no part of a forward pass that torch.utils.checkpoint may run again.
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
             leaf = query.detach().requires_grad_()
             values = losses(leaf)
             (gradient,) = torch.autograd.grad(values.sum(), leaf)
@@ -56,6 +107,10 @@ def measure(
     size = slope.norm(dim=-1).clamp(min=torch.finfo(slope.dtype).tiny)
     differences = torch.stack([loss - exact for loss, _ in found])
     return Measured(differences, torch.stack([(gradient - slope).norm(dim=-1) / size for _, gradient in found]))
+
+
+def _same(saved: Tensor) -> Tensor:
+    return saved
 
 
 def standard_error(difference: Tensor) -> float:  # shape: (draws, examples)

@@ -104,7 +104,7 @@ def log_partition(
     """Log of the partition function, ``log Σ_i exp(o_i)``, in chunks of bounded memory. Returns shape ``(*batch)``."""
 
     def part(query: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return output(_linear(query, weight, bias), prediction).logsumexp(dim=-1)
+        return output(linear(query, weight, bias), prediction).logsumexp(dim=-1)
 
     result = []
     for rows in query.reshape(-1, query.shape[-1]).split(MAX_QUERIES):
@@ -139,7 +139,7 @@ def topk(
         best_ids = torch.empty(rows.shape[0], 0, dtype=torch.long, device=rows.device)
         first = 0
         for w, b in _class_chunks(rows.shape[0], weight, bias):
-            logits = output(_linear(rows, w, b), prediction)
+            logits = output(linear(rows, w, b), prediction)
             value, position = logits.topk(min(k, logits.shape[-1]), dim=-1)
             best, best_ids = torch.cat([best, value], dim=-1), torch.cat([best_ids, position + first], dim=-1)
             best, position = best.topk(min(k, best.shape[-1]), dim=-1)
@@ -159,11 +159,11 @@ def log_prob(
     prediction: str = "softmax",
 ) -> Tensor:
     """Log probability of every class (eq. 1), shape ``(*batch, num_classes)``: the result is as large as it sounds."""
-    return output(_linear(query, weight, bias), prediction).log_softmax(dim=-1)
+    return output(linear(query, weight, bias), prediction).log_softmax(dim=-1)
 
 
-def _linear(query: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Logits in the precision of the query, whatever the parameters are stored in."""
+def linear(query: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Logits in the precision of the query, whatever the parameters are stored in: ``(*batch, num_classes)``."""
     return F.linear(query, weight.to(query.dtype), None if bias is None else bias.to(query.dtype))
 
 

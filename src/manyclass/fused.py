@@ -6,7 +6,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import functional, ops
 from .samplers.base import Draw
@@ -80,6 +79,19 @@ def reference_loss(
     return loss, torch.zeros_like(rest).masked_scatter(here, positive)
 
 
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a backward pass run without a graph, and refuse to be part of one: second derivatives would lack terms."""
+
+    def checked(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the sampled softmax loss has no second derivatives: leave out create_graph=True, or use eval()"
+            )
+        return backward(ctx, *grads)
+
+    return checked
+
+
 class _Native(torch.autograd.Function):
     """The native kernel: slopes of the loss are found along with it, so the backward pass reads no class weights."""
 
@@ -120,21 +132,25 @@ class _Native(torch.autograd.Function):
         return loss, positive
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         query, classes, pool, drawn, logits, slopes, query_slopes, positives, sign = ctx.saved_tensors
         grad, of_positive = grads[0].unsqueeze(-1), grads[1] * sign
         slopes = slopes * grad
         slopes[:, 0] += of_positive
-        query_grad = (logits @ drawn).add_(query_slopes).mul_(grad).addcmul_(of_positive.unsqueeze(-1), positives)
-        pool_grads = logits.T @ (grad * query), (logits.T @ grad).squeeze(-1)
-        rows, values, bias_values = torch.ops.manyclass.row_gradients(
-            query, classes, slopes, pool, *pool_grads, len(ctx.weight)
-        )
-        weight_grad = _row_gradient(ctx.weight, rows, values, ctx.sparse, ctx.exchange)
-        bias_grad = None
-        if ctx.bias is not None:
-            bias_grad = _row_gradient(ctx.bias, rows, bias_values, ctx.sparse, ctx.exchange)
+        of_query, of_weight, of_bias = ctx.needs_input_grad[:3]
+        query_grad = weight_grad = bias_grad = None
+        if of_query:
+            query_grad = (logits @ drawn).add_(query_slopes).mul_(grad).addcmul_(of_positive.unsqueeze(-1), positives)
+        if of_weight or of_bias:
+            pool_grads = logits.T @ (grad * query), (logits.T @ grad).squeeze(-1)
+            rows, values, bias_values = torch.ops.manyclass.row_gradients(
+                query, classes, slopes, pool, *pool_grads, len(ctx.weight)
+            )
+            if of_weight:
+                weight_grad = _row_gradient(ctx.weight, rows, values, ctx.sparse, ctx.exchange)
+            if of_bias:
+                bias_grad = _row_gradient(ctx.bias, rows, bias_values, ctx.sparse, ctx.exchange)
         return query_grad, weight_grad, bias_grad, *[None] * 8
 
 
@@ -148,7 +164,7 @@ class _SelectRows(torch.autograd.Function):
         return weight[rows]
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore
         (rows,) = ctx.saved_tensors
         return _row_gradient(ctx.weight, rows, grads[0], ctx.sparse, ctx.exchange), None, None, None

@@ -5,8 +5,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .head import SampledSoftmax
-from .models import FullSoftmax
+from .head import FullSoftmax
+from .sampled import SampledSoftmax
 from .settings import Settings
 from .tasks import Batch, Task
 from .tasks.base import IGNORE
@@ -37,7 +37,7 @@ class Model(nn.Module):
             raise ValueError("--tied needs all class weights in every process, so it cannot be trained by several")
         sampled_layer, full_layer = _layers(sharded)
         if full:
-            self.head: SampledSoftmax = full_layer(features, task.num_classes, **options)
+            self.head: Any = full_layer(features, task.num_classes, **options)
             return
         for name in ("scope", "own"):
             if getattr(settings, name) is not None:
@@ -97,11 +97,10 @@ class Model(nn.Module):
         self.load_state_dict({**self.buffers_and_extras(), **shared, **rest})
 
 
-def _layers(sharded: bool) -> tuple[type[SampledSoftmax], type[SampledSoftmax]]:
+def _layers(sharded: bool) -> tuple[type[SampledSoftmax], type[FullSoftmax]]:
     """The sampled and the full output layer."""
     if not sharded:
         return SampledSoftmax, FullSoftmax
-    from .distributed.full import ShardedFullSoftmax
-    from .distributed.head import ShardedSampledSoftmax
+    from .distributed.head import ShardedFullSoftmax, ShardedSampledSoftmax
 
     return ShardedSampledSoftmax, ShardedFullSoftmax

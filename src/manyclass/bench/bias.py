@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from .. import diagnostics, functional, fused, samplers
-from ..head import SampledSoftmax
+from ..sampled import SampledSoftmax
 from . import judges
 from .judges import EXAMPLES, SESSIONS, WORDS, Examples, Judge
 from .step import OWN, POOL, time_steps

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from torch.multiprocessing.spawn import start_processes
 
-from ..head import NUM_SAMPLES, SampledSoftmax
+from ..budget import NUM_SAMPLES
 from ..processes import leave
+from ..sampled import SampledSoftmax
 from ..samplers.partition import BRANCHING, OUTLIERS, TOP
 from .timing import write_csv
 

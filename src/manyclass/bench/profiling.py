@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import fused
-from ..head import SampledSoftmax
+from ..sampled import SampledSoftmax
 from ..samplers import Blocks, blocks
 
 # Steps until the next tree grows along, and steps that are profiled.

@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from .. import functional, samplers
-from ..head import SampledSoftmax
+from ..sampled import SampledSoftmax
 from .timing import best_of, write_csv
 
 CUTOFFS = (10, 100)

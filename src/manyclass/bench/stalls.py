@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from ..head import SampledSoftmax
+from ..sampled import SampledSoftmax
 from ..samplers import Blocks
 from ..samplers.partition import SLICE, Partition
 from .step import BATCH

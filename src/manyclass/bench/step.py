@@ -13,7 +13,8 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
 
-from ..head import NUM_SAMPLES, SampledSoftmax
+from ..budget import NUM_SAMPLES
+from ..sampled import SampledSoftmax
 from . import profiling, tensorflow_step
 from .timing import best_of, write_csv
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from torch import nn
 
 from .. import kernels, samplers
-from ..head import SampledSoftmax
+from ..sampled import SampledSoftmax
 from .step import training_step
 from .timing import best_of, write_csv
 

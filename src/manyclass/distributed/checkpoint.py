@@ -90,7 +90,7 @@ def cut_optimizers(optimizers: list[dict[str, Any]], head: Any) -> list[dict[str
     return [
         {
             name: {
-                key: value[head.first : head.last] if _has_rows(name, value, head.num_classes) else value
+                key: value[head.shard.first : head.shard.last] if _has_rows(name, value, head.num_classes) else value
                 for key, value in values.items()
             }
             for name, values in optimizer.items()
@@ -123,7 +123,7 @@ def _has_rows(name: str, value: Any, rows: int) -> bool:
 
 
 def _whole(name: str, value: Tensor, head: Any) -> Tensor:
-    return state.as_sharded(value, head) if _has_rows(name, value, head.last - head.first) else value
+    return state.as_sharded(value, head) if _has_rows(name, value, head.shard.last - head.shard.first) else value
 
 
 def _read(reader: Any, sizes: dict[str, Any], head: Any) -> dict[str, Tensor]:
@@ -133,7 +133,7 @@ def _read(reader: Any, sizes: dict[str, Any], head: Any) -> dict[str, Tensor]:
         shape, dtype = list(size.size), size.properties.dtype
         name = key.removeprefix(WEIGHTS) if key.startswith(WEIGHTS) else key.split("/")[-2] if "/" in key else key
         if head is not None and _of_classes(name) and shape[:1] == [head.num_classes]:
-            rows = torch.empty(head.last - head.first, *shape[1:], dtype=dtype)
+            rows = torch.empty(head.shard.last - head.shard.first, *shape[1:], dtype=dtype)
             found[key] = state.as_sharded(rows, head)
         else:
             found[key] = torch.empty(shape, dtype=dtype)

@@ -9,7 +9,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ..fused import sparse_rows
-from ..head import SampledSoftmax
+from ..sampled import SampledSoftmax
 from .collectives import mean_rows
 from .head import ShardedSampledSoftmax
 

@@ -6,19 +6,28 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ..head import Head
+
 NAMES = ("embedding.weight", "bias_embedding.weight")
+
+
+def install(head: Head) -> None:
+    """Let a sharded layer save and load its class weights as parts of one tensor."""
+    head.register_state_dict_post_hook(_shard)
+    head.register_load_state_dict_pre_hook(_localise)
 
 
 def as_sharded(local: Tensor, head: Any) -> DTensor:
     """Rows of this rank's classes as a part of one tensor of all classes."""
-    places = [Replicate()] * (head.mesh.ndim - 1) + [Shard(0)]
+    mesh = head.shard.mesh
+    places = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     shape = torch.Size([head.num_classes, *local.shape[1:]])
     stride = local.contiguous().stride()
-    return DTensor.from_local(local, head.mesh, places, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(local, mesh, places, run_check=False, shape=shape, stride=stride)
 
 
-def shard(head: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """A hook of `state_dict`: class weights as `DTensor`, and nothing of the sampler, which differs between ranks."""
+def _shard(head: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Make class weights `DTensor`s, and leave out the sampler, which differs between ranks."""
     for name in NAMES:
         if prefix + name in state_dict:
             state_dict[prefix + name] = as_sharded(state_dict[prefix + name], head)
@@ -27,16 +36,11 @@ def shard(head: Any, state_dict: dict[str, Any], prefix: str, local_metadata: An
     state_dict.pop(f"{prefix}_extra_state", None)
 
 
-def localise(head: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Before loading: take this rank's rows of sharded or of whole class weights; the sampler is rebuilt."""
+def _localise(head: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Take this rank's rows of sharded or of whole class weights."""
     for name in NAMES:
         value = state_dict.get(prefix + name)
         if isinstance(value, DTensor):
             state_dict[prefix + name] = value.to_local()
         elif value is not None and len(value) == head.num_classes:
-            state_dict[prefix + name] = value[head.first : head.last]
-    own = {f"{prefix}sampler.{name}": value for name, value in head.sampler.state_dict().items()}
-    for key in [key for key in state_dict if key.startswith(f"{prefix}sampler.") and key not in own]:
-        del state_dict[key]
-    state_dict.update(own)
-    state_dict[f"{prefix}_extra_state"] = torch.tensor([-1])  # all rows wait for a refresh
+            state_dict[prefix + name] = value[head.shard.first : head.shard.last]

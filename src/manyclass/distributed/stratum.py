@@ -1,6 +1,6 @@
-"""One rank's part of the sum over classes: its drawn classes, for the examples of all ranks."""
+"""One rank's part of the sum over classes, for the examples of all ranks."""
 
-from collections.abc import Callable
+import math
 from typing import Any
 
 import torch
@@ -9,29 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import functional
+from ..samplers import Draw, Sampler
 from . import collectives
-
-#: Takes the rows of the class weights that get a gradient.
-Touched = Callable[[Tensor], object]
-
-
-class Replicas:
-    """The ranks that hold the same classes and see other data, and what has to be told when their rows change.
-
-    Args:
-        group: these ranks, or None if there is only one.
-        touched: told which rows get a gradient; the same on all these ranks.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, touched: Touched) -> None:
-        self.group, self.touched = group, touched
-
-    def mean(self, rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean over the ranks of sparse gradients: sorted, distinct rows and their values."""
-        if self.group is not None:
-            rows, values = collectives.mean_rows(rows, values, self.group, "gradients of class weights")
-        self.touched(rows)
-        return rows, values
 
 
 class _Whole(torch.autograd.Function):
@@ -54,9 +33,8 @@ def exact(
     weight: Tensor,
     bias: Tensor | None,  # shape: (classes of the shard, 1)
     target: Tensor,
-    *,
     prediction: str,
-    replicas: Replicas,
+    replicas: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
     """Log-sum-exp of all classes of this shard, and the output of the positive if it is here, or 0; both ``(batch,)``.
 
@@ -65,27 +43,51 @@ def exact(
     """
     weight, bias = _whole(weight, bias, replicas)
     offsets = None if bias is None else bias.squeeze(-1)
-    own = target >= 0
-    positive = (query[own] * weight[target[own]].to(query.dtype)).sum(dim=-1)
+    here = target >= 0
+    positive = (query[here] * weight[target[here]].to(query.dtype)).sum(dim=-1)
     if offsets is not None:
-        positive = positive + offsets[target[own]].to(query.dtype)
+        positive = positive + offsets[target[here]].to(query.dtype)
+    positive = functional.output(positive, prediction)
     log_z = functional.log_partition(query, weight, offsets, prediction=prediction)
-    return log_z, _spread(functional.output(positive, prediction), own)
+    return log_z, positive.new_zeros(here.shape).masked_scatter(here, positive)
 
 
-def outputs(query: Tensor, weight: Tensor, bias: Tensor | None, prediction: str, replicas: Replicas) -> Tensor:
+def outputs(
+    query: Tensor, weight: Tensor, bias: Tensor | None, prediction: str, replicas: dist.ProcessGroup | None
+) -> Tensor:
     """Outputs of all classes of the shard, shape ``(batch, classes of the shard)``."""
     weight, bias = _whole(weight, bias, replicas)
-    logits = query @ weight.to(query.dtype).T
-    return functional.output(logits if bias is None else logits + bias.squeeze(-1).to(query.dtype), prediction)
+    return functional.output(functional.linear(query, weight, None if bias is None else bias.squeeze(-1)), prediction)
 
 
-def _whole(weight: Tensor, bias: Tensor | None, replicas: Replicas) -> tuple[Tensor, Tensor | None]:
-    if replicas.group is None:
+def _whole(weight: Tensor, bias: Tensor | None, replicas: dist.ProcessGroup | None) -> tuple[Tensor, Tensor | None]:
+    if replicas is None:
         return weight, bias
     parts = (weight, bias)
-    return tuple(None if part is None else _Whole.apply(part, replicas.group) for part in parts)  # pyright: ignore
+    return tuple(None if part is None else _Whole.apply(part, replicas) for part in parts)  # pyright: ignore
 
 
-def _spread(values: Tensor, where: Tensor) -> Tensor:
-    return values.new_zeros(where.shape).masked_scatter(where, values)
+def draw_each(
+    sampler: Sampler,
+    query: Tensor,
+    target: Tensor,
+    context: Tensor | None,
+    numbers: Tensor,  # shape: (batch,), draws of each example
+    generator: torch.Generator | None,
+) -> Draw:
+    """Draw for examples that differ in the number of draws, or in having a positive here: alike ones together."""
+    kinds = 2 * numbers + (target >= 0)
+    found = []
+    for kind in kinds.unique().tolist():
+        chosen = (kinds == kind).nonzero().squeeze(-1)
+        exclude = target[chosen] if kind % 2 else None
+        own = None if context is None else context[chosen]
+        draw = sampler.draw(query[chosen], kind // 2, exclude=exclude, context=own, generator=generator)
+        found.append((chosen, draw))
+    width = max((draw.ids.shape[1] for _, draw in found), default=0)
+    ids = target.new_zeros(len(query), width)
+    log_count = query.new_full((len(query), width), math.inf)
+    for chosen, draw in found:
+        ids[chosen, : draw.ids.shape[1]] = draw.ids
+        log_count[chosen, : draw.ids.shape[1]] = draw.log_count.to(log_count.dtype)
+    return Draw.each(ids, log_count)

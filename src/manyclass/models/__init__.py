@@ -1,8 +1,7 @@
 """Small, readable models to put the output layer on; they map their inputs to hidden states."""
 
 from .classifier import BagOfFeatures
-from .full import FullSoftmax
 from .language import LSTM
 from .next_item import FeedForward, Transformer
 
-__all__ = ["LSTM", "BagOfFeatures", "FeedForward", "FullSoftmax", "Transformer"]
+__all__ = ["LSTM", "BagOfFeatures", "FeedForward", "Transformer"]

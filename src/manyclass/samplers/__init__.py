@@ -6,14 +6,16 @@ from typing import Any
 
 from .. import checks
 from ..kernels import Quadratic, Quartic
-from .base import Draw, Sampler
+from .base import Sampler
 from .bigram import Bigram
 from .blocks import Blocks
 from .dense import Dense, Kernel, Softmax
+from .draw import Best, Draw, Part
 from .static import LogUniform, Uniform, Unigram
 from .tree import KernelTree
 
 __all__ = [
+    "Best",
     "Bigram",
     "Blocks",
     "Dense",
@@ -21,11 +23,13 @@ __all__ = [
     "Kernel",
     "KernelTree",
     "LogUniform",
+    "Part",
     "Sampler",
     "Softmax",
     "Uniform",
     "Unigram",
     "create",
+    "names",
 ]
 
 # Below this many classes, or below D, scoring all classes is faster than the tree: measured for 16 to 256 features.
@@ -51,27 +55,45 @@ _NAMES: dict[str, Callable[..., Sampler]] = {
 }
 
 
+def names() -> tuple[str, ...]:
+    """The names that `create` knows."""
+    return tuple(_NAMES)
+
+
 def create(
-    name: str, num_classes: int, in_features: int, *, prediction: str = "softmax", bias: bool = False, **options: Any
+    sampler: str | type[Sampler],
+    num_classes: int,
+    in_features: int,
+    *,
+    prediction: str = "softmax",
+    bias: bool = False,
+    part: Part | None = None,
+    **options: Any,
 ) -> Sampler:
-    """Make a sampler by its name, as `SampledSoftmax` does.
+    """Make a sampler by its name or of a class of yours, as `SampledSoftmax` does.
+
+    A class gets those of ``num_classes``, ``in_features``, ``prediction`` and ``bias`` that its constructor has.
 
     Args:
-        name: ``"uniform"``, ``"log_uniform"``, ``"unigram"``, ``"bigram"``, ``"softmax"``, ``"quadratic"``,
-            ``"quartic"`` or ``"blocks"``.
+        sampler: ``"uniform"``, ``"log_uniform"``, ``"unigram"``, ``"bigram"``, ``"softmax"``, ``"quadratic"``,
+            ``"quartic"`` or ``"blocks"``; or a subclass of `Sampler`.
         num_classes: n.
         in_features: size of the query, d.
         prediction: what ``"softmax"`` imitates, ``"softmax"`` or ``"absolute"``.
         bias: whether the logits have offsets per class.
+        part: the classes to make it for, if not all; the options are those for all of them.
         options: ``counts`` and ``power`` for ``"unigram"``, ``pairs`` and ``interpolation`` for ``"bigram"``,
             ``alpha`` for ``"quadratic"``, which is a `KernelTree` from max(4096, D) classes on and a dense `Kernel`
             below (make either yourself to decide otherwise), ``own``, ``probe`` and ``block_size`` for ``"blocks"``,
             ``scope`` for ``"uniform"``, ``"log_uniform"`` and ``"unigram"``.
     """
-    checks.one_of("sampler", name, tuple(_NAMES))
+    name = sampler if isinstance(sampler, str) else sampler.__name__
+    if isinstance(sampler, str):
+        checks.one_of("sampler", sampler, names())
+    kind = _NAMES[sampler] if isinstance(sampler, str) else sampler
     checks.positive_int("num_classes", num_classes)
     known = {"num_classes": num_classes, "in_features": in_features, "prediction": prediction, "bias": bias}
-    parameters = inspect.signature(_NAMES[name]).parameters
+    parameters = inspect.signature(kind).parameters
     allowed = [option for option in parameters if option not in known]
     for option in options.keys() - set(allowed):
         hint = f"allowed are {', '.join(allowed)}" if allowed else "it has none"
@@ -79,7 +101,12 @@ def create(
     for option in allowed:
         if parameters[option].default is inspect.Parameter.empty and option not in options:
             raise ValueError(f"sampler={name!r} needs {option}=…, see manyclass.samplers.{name.capitalize()}")
-    sampler = _NAMES[name](**{k: v for k, v in known.items() if k in parameters}, **options)
-    if not sampler.adaptive and sampler.num_classes != num_classes:
-        raise ValueError(f"counts must have shape ({num_classes},), got ({sampler.num_classes},)")
-    return sampler
+    if part is not None:
+        if isinstance(kind, type):
+            kind, options = kind.restrict(options, part)
+        known["num_classes"] = part.last - part.first
+    parameters = inspect.signature(kind).parameters
+    made = kind(**{name: value for name, value in known.items() if name in parameters}, **options)
+    if not made.adaptive and made.num_classes != known["num_classes"]:
+        raise ValueError(f"counts must have shape ({known['num_classes']},), got ({made.num_classes},)")
+    return made

@@ -1,63 +1,17 @@
 """The contract of a sampler."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import checks, functional
+from .draw import Best, Draw, Part
 
 SCOPES = ("example", "batch")
-
-
-class Draw(NamedTuple):
-    """Negatives of a batch of examples: those that each has for itself, and a pool that all share.
-
-    Either part may be empty. A class enters an example's sample by one part only: where the example's own part
-    accounts for a class, the slots of the pool that hold it are in ``hidden``.
-    """
-
-    #: Classes that each example has for itself, shape ``(*batch, k)``, int64.
-    ids: Tensor
-    #: Log of the expected number of times that the id enters this example's sample, shape of ``ids``: ``ln(m·q)``
-    #: for ``m`` draws with replacement from ``q``, 0 for a class that is certain. ``+inf`` marks an empty slot.
-    log_count: Tensor
-    #: Classes that all examples share, shape ``(m,)``, int64.
-    pool: Tensor
-    #: The same for these, shape ``(m,)``.
-    pool_log_count: Tensor
-    #: Slots of the pool that are empty for one example: pairs of an example, counted over the flattened batch, and a
-    #: slot, shape ``(2, pairs)``, int64.
-    hidden: Tensor
-
-    @staticmethod
-    def each(ids: Tensor, log_count: Tensor) -> "Draw":
-        """Negatives of each example, and no pool."""
-        empty = ids.new_empty(0)
-        return Draw(ids, log_count, empty, log_count.new_empty(0), ids.new_empty(2, 0))
-
-    @staticmethod
-    def shared(pool: Tensor, log_count: Tensor, shape: torch.Size, exclude: Tensor | None) -> "Draw":
-        """A pool for a batch of this ``shape``; slots that hold an example's excluded class are empty for it."""
-        hidden = pool.new_empty(2, 0) if exclude is None else same_class(pool, exclude.flatten())
-        return Draw(pool.new_empty(*shape, 0), log_count.new_empty(*shape, 0), pool, log_count, hidden)
-
-    def classes(self) -> Tensor:
-        """All classes that were drawn, shape ``(number,)``, some of them several times."""
-        return torch.cat([self.ids[self.log_count < math.inf], self.pool])
-
-
-def same_class(pool: Tensor, classes: Tensor) -> Tensor:
-    """Find pairs ``(example, slot)`` where ``pool (m,)`` holds the class of an example ``(batch,)``; ``(2, pairs)``."""
-    ordered, slot = pool.sort()
-    classes = classes.contiguous()
-    first, last = (torch.searchsorted(ordered, classes, right=right) for right in (False, True))
-    count = last - first
-    example = torch.arange(len(classes), device=pool.device).repeat_interleave(count)
-    within = torch.arange(len(example), device=pool.device) - (count.cumsum(0) - count)[example]
-    return torch.stack([example, slot[first[example] + within]])
 
 
 class Sampler(nn.Module):
@@ -76,6 +30,12 @@ class Sampler(nn.Module):
     needs_context = False
     #: Whether each example draws for itself, ``"example"``, or the batch draws one pool for all, ``"batch"``.
     scope = "example"
+    #: Whether `update` finds in time by itself what changed unseen, so that no rebuild is needed.
+    sweeps = False
+    #: Whether all statistics follow from the class weights, so that checkpoints leave them out.
+    derived = False
+    #: Negatives that each example draws besides the pool.
+    own = 0
     #: Uniform numbers that one draw consumes.
     uniforms_per_draw = 1
 
@@ -151,12 +111,37 @@ class Sampler(nn.Module):
     ) -> None:
         """Follow the class weights after they changed, everywhere or only in ``rows``. Fixed samplers ignore it."""
 
+    def attach(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Read these class weights from now on, if the sampler reads them when it draws."""
+
+    def search(self, query: Tensor, k: int, probe: int) -> Best:
+        """Find ``k`` of the classes with the largest outputs without scoring all, if the sampler can."""
+        raise ValueError(f"probe needs sampler='blocks', which keeps a tree of the classes, not {type(self).__name__}")
+
+    def numbers(self, num_samples: int) -> tuple[int, int]:
+        """Negatives of each example alone, and those of the pool, that `draw` gives for ``num_samples``."""
+        return (self.own, num_samples) if self.scope == "batch" else (num_samples, 0)
+
+    @classmethod
+    def restrict(cls, options: dict[str, Any], part: Part) -> tuple[type["Sampler"], dict[str, Any]]:
+        """Tell which sampler, with which options, serves a part of the classes; those it gets by name included."""
+        return cls, options
+
     def staleness(self) -> float:
         """Mean age of the statistics in updates; 0 if every update brings all of them up to date."""
         return 0.0
 
     def observe(self, query: Tensor) -> None:  # shape: (batch, in_features)
         """See the queries of a training step that is over. Samplers that learn nothing from them ignore it."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Sampler":
+        """Move statistics to other devices, but leave their precision, whatever the model is converted to."""
+
+        def moved(buffer: Tensor) -> Tensor:
+            new = fn(buffer)
+            return new if new.dtype == buffer.dtype else buffer.to(new.device)
+
+        return super()._apply(moved, recurse)
 
     def _draw(
         self,

@@ -1,11 +1,14 @@
 """Frequencies of the class given its predecessor."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import checks
 from ..alias import AliasTable
 from .base import Sampler
+from .draw import Part
 from .static import Unigram
 
 
@@ -48,6 +51,15 @@ class Bigram(Sampler):
         offsets = torch.cat([per_context.new_zeros(1), per_context.cumsum(0), keys.new_tensor([len(keys)])])
         self.register_buffer("keys", keys)
         self.table = AliasTable(counts, offsets)
+
+    @classmethod
+    def restrict(cls, options: dict[str, Any], part: Part) -> tuple[type[Sampler], dict[str, Any]]:
+        """Take the pairs of these classes from those of all."""
+        pairs = checks.indices("pairs", options["pairs"], None)
+        if pairs.dim() == 2 and pairs.shape[1] == 2:
+            pairs = pairs[(pairs[:, 1] >= part.first) & (pairs[:, 1] < part.last)]
+            pairs = pairs - pairs.new_tensor([0, part.first])
+        return cls, {**options, "pairs": pairs}
 
     def _row(self, context: Tensor) -> tuple[Tensor, Tensor]:
         """The table row of each context and its share of the mixture, 0 if the context was never seen."""

@@ -1,5 +1,6 @@
 """Own and shared negatives: each example draws from the blocks that matter for it, and a pool covers the rest."""
 
+import inspect
 import math
 from typing import Any
 
@@ -7,10 +8,11 @@ import torch
 from torch import Tensor
 
 from .. import checks, functional
-from .base import Draw, Incremental
+from .base import Incremental, Sampler
+from .draw import Best, Draw, Part
 from .partition import Partition
 from .pool import pool_draw
-from .search import Best, Index, best_classes, log_mass, own_draw
+from .search import Index, best_classes, log_mass, own_draw
 
 # Recent queries that the pool's shares follow, and how many each step adds.
 RECENT = 64
@@ -51,6 +53,7 @@ class Blocks(Incremental):
     """
 
     scope = "batch"
+    sweeps = True
 
     recent: Tensor
     recent_cutoff: Tensor
@@ -94,6 +97,14 @@ class Blocks(Incremental):
         self.register_buffer("swept", torch.zeros((), dtype=torch.long))
         self.register_buffer("rebuild_at", torch.tensor(REBUILD))
         self._tables: tuple[Tensor, Tensor | None] | None = None
+
+    @classmethod
+    def restrict(cls, options: dict[str, Any], part: Part) -> tuple[type[Sampler], dict[str, Any]]:
+        """Share out what each example draws and visits."""
+        defaults = inspect.signature(cls).parameters
+        totals = {name: options.get(name, defaults[name].default) for name in ("own", "probe")}
+        shared = {name: math.ceil(checks.positive_int(name, total) / part.shards) for name, total in totals.items()}
+        return cls, {**options, **shared}
 
     def update(self, weight: Tensor, rows: Tensor | None = None, *, bias: Tensor | None = None) -> None:
         """Follow the class weights: some of the blocks of ``rows`` and of those before; or make a new tree of all.

@@ -1,7 +1,5 @@
 """Distributions that score all classes: exact, O(n·d) per example, the oracles that faster samplers are tested with."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,14 +19,15 @@ class Dense(Sampler):
     """
 
     adaptive = True
+    derived = True
 
     weight: Tensor
     bias: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("weight", torch.empty(0, 0))
-        self.register_buffer("bias", torch.empty(0))
+        self.register_buffer("weight", torch.empty(0, 0), persistent=False)
+        self.register_buffer("bias", torch.empty(0), persistent=False)
 
     def log_mass(self, logits: Tensor) -> Tensor:
         """Unnormalised log probability of classes with these ``logits``; the shape is kept."""
@@ -52,23 +51,17 @@ class Dense(Sampler):
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(f"bias must have shape ({len(weight)},), got {tuple(bias.shape)}")
         pairs = [("weight", weight.detach()), ("bias", weight.new_zeros(0) if bias is None else bias.detach())]
+        dtype = torch.promote_types(weight.dtype, torch.float32)
         for name, new in pairs:
             old = getattr(self, name)
-            fits = old.shape == new.shape and old.dtype == new.dtype and old.device == new.device
+            fits = old.shape == new.shape and old.dtype == dtype and old.device == new.device
             if not fits:
-                setattr(self, name, new.clone())
+                setattr(self, name, new.to(dtype, copy=True))
             elif rows is None:
                 old.copy_(new)
             elif len(new):
                 checked = checks.indices("rows", rows, len(weight))
-                old[checked] = new[checked]
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:  # pyright: ignore
-        # The shape is only known once weights were seen: take over that of the checkpoint.
-        for name in ("weight", "bias"):
-            if prefix + name in state_dict:
-                setattr(self, name, getattr(self, name).new_empty(state_dict[prefix + name].shape))
-        super()._load_from_state_dict(state_dict, prefix, *args)
+                old[checked] = new[checked].to(dtype)
 
     def _flatten(self, query, exclude, context):
         if self.num_classes == 0:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import functional, ops
+from .draw import Best
 from .partition import BRANCHING, Partition, rows_of
 from .pool import UNIFORM, pool_count
 
@@ -44,16 +45,6 @@ class Visited(NamedTuple):
     #: Estimated log-mass of all classes that were not visited.
     pruned: Tensor  # shape: (batch,)
     #: Smallest estimated log-mass of a visited block.
-    cutoff: Tensor  # shape: (batch,)
-
-
-class Best(NamedTuple):
-    """The classes with the largest outputs among the visited ones."""
-
-    outputs: Tensor  # shape: (batch, k)
-    ids: Tensor  # shape: (batch, k)
-    #: Log-partition: exact for the visited classes, estimated for the others.
-    log_total: Tensor  # shape: (batch,)
     cutoff: Tensor  # shape: (batch,)
 
 

@@ -1,6 +1,7 @@
 """Fixed distributions: uniform, log-uniform (Zipf) and class frequencies."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from .. import checks
 from ..alias import AliasTable
 from .base import SCOPES, Sampler
+from .draw import Part
 
 
 class Uniform(Sampler):
@@ -53,6 +55,12 @@ class LogUniform(Sampler):
         super().__init__()
         self.num_classes = checks.positive_int("num_classes", num_classes)
         self.scope = checks.one_of("scope", scope, SCOPES)
+
+    @classmethod
+    def restrict(cls, options: dict[str, Any], part: Part) -> tuple[type[Sampler], dict[str, Any]]:
+        """Go by the ids of all classes, so that the parts differ."""
+        counts = (1 / torch.arange(part.first + 1, part.last + 1).double()).log1p()
+        return Unigram, {**options, "counts": counts}
 
     def _draw(self, query, uniform, exclude, context):
         # ln(i + 1) is the unnormalised mass before class i: an excluded class is an interval to jump over.
@@ -115,6 +123,17 @@ class Unigram(Sampler):
         else:
             weight = torch.where(counts > 0, counts.double() ** power, 0.0)
         self.table = AliasTable(weight)
+
+    @classmethod
+    def restrict(cls, options: dict[str, Any], part: Part) -> tuple[type[Sampler], dict[str, Any]]:
+        """Take the counts of these classes from those of all."""
+        counts, (first, last, num_classes, _) = options["counts"], part
+        if not isinstance(counts, Tensor) or counts.shape != (num_classes,):
+            found = tuple(counts.shape) if isinstance(counts, Tensor) else type(counts).__name__
+            raise ValueError(f"counts must have shape ({num_classes},), got {found}")
+        if not bool(counts[first:last].any()):
+            raise ValueError(f"counts are all zero for the classes {first} … {last - 1} of one rank: add 1 to all")
+        return cls, {**options, "counts": counts[first:last]}
 
     def _draw(self, query, uniform, exclude, context):
         row = torch.zeros(len(query), dtype=torch.long, device=query.device)

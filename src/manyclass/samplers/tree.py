@@ -42,6 +42,8 @@ class KernelTree(Incremental):
     Memory: a copy of the class weights and the sums, together about twice the class weights.
     """
 
+    derived = True
+
     kernel: Any
     weight: Tensor
     sums: Tensor
@@ -77,8 +79,7 @@ class KernelTree(Incremental):
         self.sizes = [math.ceil(num_classes / self.leaf_size)]
         while self.sizes[0] > MAX_TOP:
             self.sizes.insert(0, math.ceil(self.sizes[0] / branching))
-        self.register_buffer("weight", torch.zeros(num_classes, self.columns))
-        # Made from the weights alone, so a checkpoint does not hold them.
+        self.register_buffer("weight", torch.zeros(num_classes, self.columns), persistent=False)
         self.register_buffer("sums", torch.zeros(sum(self.sizes), padded), persistent=False)
         self._refresh()
 
@@ -264,10 +265,6 @@ class KernelTree(Incremental):
     def _work(self, draws: int) -> int:
         """Numbers that the reference needs per query: the masses of all nodes, or the weights of the leaves drawn."""
         return max(len(self.sums), draws * self.leaf_size * self.columns)
-
-    def _load_from_state_dict(self, *args: Any) -> None:  # pyright: ignore
-        super()._load_from_state_dict(*args)
-        self._refresh()
 
     def extra_repr(self) -> str:
         """Show the shape of the tree and what it costs."""

@@ -1,0 +1,29 @@
+"""What a layer makes of a `state_dict`: its own, a linear layer's, or one of a layer with another sampler."""
+
+from typing import Any
+
+from .refresh import ALL_ROWS
+
+# Names of the parameters here and in `torch.nn.Linear`.
+_LINEAR = {"embedding.weight": "weight", "bias_embedding.weight": "bias"}
+
+
+def before_loading(layer: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Rename parameters of a linear layer, and keep own statistics where those of the checkpoint do not fit.
+
+    Statistics that do not come with the class weights are stale: all of them are made anew in the next step.
+    """
+    for ours, theirs in _LINEAR.items():
+        if prefix + theirs in state_dict and prefix + ours not in state_dict:
+            value = state_dict.pop(prefix + theirs)
+            state_dict[prefix + ours] = value.unsqueeze(-1) if theirs == "bias" else value
+    own = {f"{prefix}step": layer.step}
+    for name in ("sampler", "budget"):
+        getattr(layer, name).state_dict(destination=own, prefix=f"{prefix}{name}.")
+    found = {key for key in state_dict if key.removeprefix(prefix).split(".")[0] in ("sampler", "budget", "step")}
+    if found != own.keys() or any(state_dict[key].shape != value.shape for key, value in own.items()):
+        for key in found:
+            del state_dict[key]
+        state_dict.update(own)
+        state_dict[f"{prefix}_extra_state"] = ALL_ROWS
+    state_dict.setdefault(f"{prefix}_extra_state", ALL_ROWS)

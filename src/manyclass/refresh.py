@@ -1,0 +1,84 @@
+"""How a sampler follows the class weights: which rows wait for a refresh, and when they get it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .samplers.base import Sampler
+
+# A sampler that keeps sums of rows follows all of them every so many steps, in case that rows changed unseen, …
+REFRESH_ALL = 1000
+# … and this often if they are bound to: dense gradients, tied weights, other processes.
+REFRESH_UNTRACKED = 5
+#: Stands for all rows in a checkpoint.
+ALL_ROWS = torch.tensor([-1])
+
+
+class Follower:
+    """Rows of the class weights that got a gradient since the sampler last saw them.
+
+    Args:
+        tracked: whether only rows with a gradient of this layer can change.
+    """
+
+    def __init__(self, tracked: Callable[[], bool]) -> None:
+        self.tracked = tracked
+        # None: all of them. Gradients may arrive several times before the weights change.
+        self.touched: list[Tensor] | None = None
+        # What the weights' counter of changes was when the sampler saw them.
+        self.version = -1
+        # Steps in which the weights changed, and those since the last refresh.
+        self.behind = 0
+
+    def touch(self, rows: Tensor) -> None:
+        """Note that ``rows`` got a gradient; ones that may come several times."""
+        if self.touched is None or (self.touched and self.touched[-1] is rows):  # of the weights, then of the offsets
+            return
+        self.touched.append(rows)
+        if sum(map(len, self.touched)) > 1 << 20:
+            self.touched = [torch.cat(self.touched).unique()]
+
+    def follow(self, sampler: Sampler, weight: Tensor, bias: Tensor | None, step: int) -> bool:
+        """Let the sampler see the weights if they changed; say whether they did.
+
+        Weights that nobody trains count as changed, so that a sampler may learn from queries.
+        """
+        changed = weight._version != self.version or self.touched is None or not weight.requires_grad
+        if not changed:
+            return False
+        if sampler.adaptive:
+            self._update(sampler, weight, bias, step)
+        else:
+            self.touched = []
+        self.version = weight._version
+        return True
+
+    def _update(self, sampler: Sampler, weight: Tensor, bias: Tensor | None, step: int) -> None:
+        all_due = step % REFRESH_ALL == 0 and not sampler.sweeps
+        self.behind += 1
+        if not sampler.incremental or self.touched is None or all_due:
+            self.refresh(sampler, weight, bias)
+        elif sampler.sweeps or self.tracked():
+            sampler.update(weight, self.state(weight.device), bias=bias)
+            self.touched, self.behind = [], 0
+        elif step % REFRESH_UNTRACKED == 0:
+            self.refresh(sampler, weight, bias)
+        else:
+            self.touched = []
+
+    def refresh(self, sampler: Sampler, weight: Tensor, bias: Tensor | None) -> None:
+        """Let the sampler see all weights anew."""
+        sampler.update(weight, bias=bias)
+        self.touched, self.version, self.behind = [], weight._version, 0
+
+    def state(self, device: torch.device) -> Tensor:
+        """Rows that wait, for a checkpoint; (−1,) for all of them."""
+        if self.touched is None:
+            return ALL_ROWS.clone()
+        return torch.cat([torch.empty(0, dtype=torch.long, device=device), *self.touched])
+
+    def load_state(self, state: Tensor, device: torch.device) -> None:
+        """Take over the rows of `state`."""
+        self.touched = None if state.tolist() == [-1] else [state.to(device)]
+        self.version = -1

@@ -1,0 +1,275 @@
+"""The output layer that trains on a sample of the classes."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import checks, fused, samplers
+from .budget import Budget
+from .diagnostics import DRAWS, MEASURED, Diagnostics, Measured, Monitor, measure, standard_error
+from .head import Head, full_precision
+from .loading import before_loading
+from .refresh import ALL_ROWS, Follower
+from .shard import Shard
+
+_REFUSED = {
+    "label_smoothing": "smoothed targets need the logits of all classes",
+    "weight": "for class weights take reduction='none' and average: (w[target] * loss).sum() / w[target].sum()",
+}
+
+
+class SampledSoftmax(Head):
+    """A linear layer and its cross entropy over many classes, trained on a sample of them.
+
+    In training, `forward` returns the sampled softmax loss with corrected logits (eq. 2 of the paper): each example
+    sees its positive class and some negatives. In ``eval()`` it returns the exact loss over all classes.
+    It stands where `torch.nn.LinearCrossEntropyLoss` would.
+
+    Args:
+        in_features: size of the query, d.
+        num_classes: n, at least 2.
+        sampler: a name (``"blocks"``, ``"uniform"``, ``"log_uniform"``, ``"unigram"``, ``"bigram"``, ``"softmax"``,
+            ``"quadratic"``, ``"quartic"``), a subclass of `samplers.Sampler`, or one that is made already.
+        num_samples: negatives per example, m, by default 64; or those of the pool that the batch shares, by default
+            4096, for samplers whose scope is the batch, such as ``"blocks"``.
+        tolerance: instead of ``num_samples``: the bias of the loss in nats, such as 0.02, that the layer may have. It
+            measures its bias (see `diagnostics`) as it trains, and adapts ``num_samples`` and the sampler's ``own``.
+        prediction: ``"softmax"`` for p ∝ exp(o); ``"absolute"`` for p ∝ exp(|o|), which suits the symmetric kernels
+            ``"quadratic"`` and ``"quartic"``.
+        bias: whether logits have a learned offset per class.
+        sparse: whether gradients of ``weight`` and ``bias`` are sparse tensors (coalesced) that hold only the rows
+            drawn. SGD, Adagrad and SparseAdam take them; Adam and AdamW need ``sparse=False``.
+        reduction: ``"mean"`` over the targets that are not ignored, ``"sum"`` or ``"none"``.
+        ignore_index: a target to leave out. If all are left out, or the batch is empty, the loss is 0.
+        embedding: an ``nn.Embedding(num_classes, in_features)`` whose weight is used: tied input and output weights.
+            Its ``sparse`` must equal ``sparse``.
+        device: of the parameters.
+        dtype: of the parameters. Logits and losses are computed in float32 at least, also under autocast.
+        shard: the classes that this process holds; default: all of them.
+        sampler_options: what the named sampler takes, such as ``counts=`` for ``"unigram"``, ``pairs=`` for
+            ``"bigram"``, ``alpha=`` for ``"quadratic"``, ``own=`` for ``"blocks"``: negatives of each example alone.
+
+    Shape:
+        - Input: ``(*batch, in_features)``
+        - Target: ``(*batch)``, integer, in ``[0, num_classes)`` or ``ignore_index``
+        - Output: scalar, or ``(*batch)`` if ``reduction="none"``
+
+    Example:
+        >>> head = SampledSoftmax(64, 100_000)
+        >>> loss = head(torch.randn(32, 64), torch.randint(100_000, (32,)))
+        >>> loss.backward()
+    """
+
+    step: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        sampler: str | type[samplers.Sampler] | samplers.Sampler = "blocks",
+        num_samples: int | None = None,
+        *,
+        tolerance: float | None = None,
+        prediction: str = "softmax",
+        bias: bool = False,
+        sparse: bool = True,
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        embedding: nn.Embedding | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        shard: Shard | None = None,
+        **sampler_options: Any,
+    ) -> None:
+        for name in sampler_options.keys() & _REFUSED.keys():
+            raise TypeError(f"SampledSoftmax does not take {name}: {_REFUSED[name]}")
+        super().__init__(
+            in_features,
+            num_classes,
+            prediction=prediction,
+            bias=bias,
+            sparse=sparse,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            embedding=embedding,
+            device=device,
+            dtype=dtype,
+            shard=shard,
+        )
+        held = self.shard.last - self.shard.first
+        if isinstance(sampler, str) or (isinstance(sampler, type) and issubclass(sampler, samplers.Sampler)):
+            part = self.shard.part() if self.shard.ranks > 1 else None
+            options = {"prediction": prediction, "bias": bias, "part": part, **sampler_options}
+            sampler = samplers.create(sampler, num_classes, in_features, **options)
+        elif not isinstance(sampler, samplers.Sampler):
+            raise TypeError(f"sampler must be a name or a manyclass.samplers.Sampler, got {sampler!r}")
+        elif sampler_options:
+            raise TypeError(
+                f"unknown arguments {', '.join(sampler_options)}: options belong to samplers given by name or class"
+            )
+        elif not sampler.adaptive and sampler.num_classes != held:
+            raise ValueError(f"sampler is for {sampler.num_classes} classes, but num_classes is {held}")
+        device = self.weight.device
+        self.sampler = sampler.to(device)
+        self.budget = Budget(sampler, num_samples, tolerance, self.shard.ranks).to(device)
+        #: Training steps so far.
+        self.register_buffer("step", torch.zeros((), dtype=torch.long, device=device))
+        self.follower = Follower(self._tracked)
+        self.monitor = Monitor()
+        self.register_load_state_dict_pre_hook(before_loading)
+        self.register_load_state_dict_post_hook(_after_loading)
+
+    @property
+    def num_samples(self) -> int:
+        """Negatives of each example, or of the pool."""
+        return self.budget.number
+
+    @num_samples.setter
+    def num_samples(self, number: int) -> None:
+        self.budget.number = checks.positive_int("num_samples", number)
+
+    @property
+    def tolerance(self) -> float | None:
+        """The bias in nats that the layer may have; None for a fixed number of negatives."""
+        return self.budget.tolerance
+
+    def _training_losses(
+        self, query: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None
+    ) -> Tensor:
+        again = torch._C._current_graph_task_id() != -1  # torch.utils.checkpoint runs a step again in its backward pass
+        if not again:
+            with torch.no_grad():
+                self._begin_step(query, target, context)
+        return self._sampled_losses(query, target, context, generator, observe=not again)
+
+    def _begin_step(self, query: Tensor, target: Tensor, context: Tensor | None) -> None:
+        """Bring the sampler and the number of negatives up to date, and remember the batch."""
+        self.monitor.begin(query.detach(), target, context)
+        step = int(self.step)
+        changed = self.follower.follow(self.sampler, self.weight, self.bias, step)
+        self.step += 1
+        if changed and self.tolerance is not None:
+            batch = self.shard.total(len(query))
+            self.budget.adapt(self.sampler, self._measure, step + 1, batch, self.num_classes)
+
+    def _sampled_losses(
+        self,
+        query: Tensor,
+        target: Tensor,
+        context: Tensor | None,
+        generator: torch.Generator | None,
+        observe: bool,
+    ) -> Tensor:
+        """Losses ``(batch,)`` with negatives that are drawn now."""
+        examples = self.shard.gather(query, target, context)
+        with torch.no_grad():
+            seen = examples._replace(query=examples.query.detach())
+            draw = self.shard.draw(self.sampler, seen, self.num_samples, generator)
+            if observe:
+                self.sampler.observe(seen.query)
+                self.monitor.sampled()
+        loss, positive = fused.sampled_loss(
+            examples.query,
+            *self._tables(),
+            examples.target,
+            draw,
+            prediction=self.prediction,
+            sparse=self.sparse,
+            exchange=self._exchange,
+        )
+        return self.shard.combine(loss, positive, examples.rows)
+
+    def _exchange(self, rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        rows, values = self.shard.mean_rows(rows, values)
+        self.follower.touch(rows)
+        return rows, values
+
+    def _tracked(self) -> bool:
+        """Whether only rows that get a gradient here can change."""
+        return self.sparse and not self.tied and self.shard.sees_all_gradients()
+
+    def refresh(self) -> None:
+        """Bring all statistics of an adaptive sampler up to date with the class weights, O(n·d·log n).
+
+        Training does this in passing. Call it after you have changed weights yourself, or once before serving with
+        ``topk(…, probe=…)``.
+        """
+        self.follower.refresh(self.sampler, self.weight, self.bias)
+
+    @torch.no_grad()
+    def topk(self, input: Tensor, k: int, *, probe: int | None = None) -> tuple[Tensor, Tensor]:
+        """The ``k`` most probable classes, best first: log probabilities and ids, both ``(*batch, k)``.
+
+        Scores all classes in chunks, so memory stays bounded. With ``probe`` and the sampler ``"blocks"`` it scores
+        only the classes of the ``probe`` blocks that its tree leads to: O(probe · d · log n) per query. Some of the
+        best classes may then be missing, and the log probabilities rest on an estimate of the partition function.
+        """
+        if probe is None:
+            return super().topk(input, k)
+        if self.shard.ranks > 1:
+            raise ValueError("probe must be None: a sharded layer scores all classes, each rank its own")
+        query = self._check_input(input)
+        if self.follower.touched is None:
+            self.refresh()
+        self.sampler.attach(self.weight, self.bias)
+        with full_precision(query):
+            found = self.sampler.search(query, k, probe)
+        outputs, log_total = found.outputs.to(query.dtype), found.log_total.to(query.dtype)
+        return outputs - log_total.unsqueeze(-1), found.ids
+
+    def diagnostics(self, examples: int = MEASURED) -> Diagnostics:
+        """Measure what the last training step paid for sampling; see `Diagnostics`.
+
+        Computes the exact loss of some examples of the last batch, at even distances, over all classes, and draws for
+        them afresh a few times, with the present class weights. Costs O(examples · n · d). Changes nothing. All ranks
+        of a sharded layer have to call it together, and get the same.
+        """
+        checks.positive_int("examples", examples)
+        if not self.shard.total(self.monitor.size()):
+            raise ValueError("diagnostics need a training step with at least one target before them")
+        found = self._measure(examples, DRAWS)
+        own, pool = self.sampler.numbers(self.num_samples)
+        return Diagnostics(
+            own=self.shard.total(own) if pool else own,
+            pool=min(pool, self.num_classes),
+            bias=float(found.difference.mean()),
+            bias_error=standard_error(found.difference),
+            error=float(found.difference.square().mean().sqrt()),
+            gradient_error=float(found.gradient.square().mean().sqrt()),
+            stale_steps=self.follower.behind + self.sampler.staleness(),
+            sampling_share=self.monitor.share,
+        )
+
+    def _measure(self, examples: int, draws: int) -> Measured:
+        """Sampled against exact losses of some examples of the last batch."""
+        query, target, context = self.monitor.some(math.ceil(examples / self.shard.ranks))
+        generator = torch.Generator(query.device).manual_seed(int(self.step))  # not that of training
+        self.sampler.attach(self.weight, self.bias)
+        with full_precision(query):
+            found = measure(
+                query,
+                lambda query: self._exact_losses(query, target),
+                lambda query: self._sampled_losses(query, target, context, generator, observe=False),
+                draws,
+            )
+        return self.shard.gather_measured(found)
+
+    def get_extra_state(self) -> Tensor:
+        """Rows whose statistics wait for a refresh, so that a checkpoint goes on exactly; (−1,) for all of them.
+
+        Statistics that are behind the weights and not in the checkpoint are made anew in the next step, here as well
+        as where it is loaded: both go on with the same.
+        """
+        if self.sampler.derived and self.follower.behind:
+            self.follower.touched = None
+        return self.follower.state(self.weight.device)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take over the rows of `get_extra_state`."""
+        self.follower.load_state(ALL_ROWS if self.sampler.derived else state, self.weight.device)
+
+
+def _after_loading(layer: SampledSoftmax, incompatible: Any) -> None:
+    layer.budget.after_loading(layer.sampler)

@@ -1,0 +1,111 @@
+"""Which classes a process holds, and how the parts of all processes come together: here, one process holds them all."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import functional
+from .diagnostics import Measured
+from .samplers import Draw, Part, Sampler
+
+#: Class weights, shape ``(classes of the shard, in_features)``, and offsets, shape ``(classes of the shard, 1)``.
+Tables = tuple[Tensor, Tensor | None]
+
+
+class Examples(NamedTuple):
+    """Examples that meet the classes of a shard: those of all processes that share the classes out."""
+
+    #: Shape ``(examples, in_features)``.
+    query: Tensor
+    #: Shape ``(examples,)``, counted from the first class of the shard; −1 if the class is in another one.
+    target: Tensor
+    context: Tensor | None
+    #: How many of them each process has, in this order.
+    rows: list[int]
+
+
+class Shard:
+    """All classes, in one process. `manyclass.distributed` has the shard of a rank.
+
+    Args:
+        num_classes: n, of all shards together.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        self.num_classes = num_classes
+        #: The classes of this shard are ``first … last − 1``.
+        self.first, self.last = 0, num_classes
+        #: Processes that share the classes out.
+        self.ranks = 1
+
+    def part(self) -> Part:
+        """The range of classes of this shard."""
+        return Part(self.first, self.last, self.num_classes, self.ranks)
+
+    def initialise(self, parameters: Iterable[nn.Parameter], bound: float) -> None:
+        """Draw parameters uniformly from ``−bound`` to ``bound``."""
+        for parameter in parameters:
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def gather(self, query: Tensor, target: Tensor, context: Tensor | None) -> Examples:
+        """Collect the examples that meet the classes of this shard."""
+        return Examples(query, target, context, [len(query)])
+
+    def draw(self, sampler: Sampler, examples: Examples, number: int, generator: torch.Generator | None) -> Draw:
+        """Draw negatives from this shard: its part of ``number``."""
+        query, target, context, _ = examples
+        return sampler.draw(query, number, exclude=target, context=context, generator=generator)
+
+    def combine(self, loss: Tensor, positive: Tensor, rows: list[int]) -> Tensor:
+        """Put together the losses of this process's examples from what `fused.sampled_loss` found in each shard."""
+        return loss
+
+    def mean_rows(self, rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Average gradients of rows, sorted and distinct, over the processes that hold the same classes."""
+        return rows, values
+
+    def sees_all_gradients(self) -> bool:
+        """Whether `mean_rows` sees every row that gets a gradient anywhere."""
+        return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+
+    def reduce(self, losses: Tensor, reduction: str) -> Tensor:
+        """Reduce the losses of this process's examples."""
+        return functional.reduce(losses, reduction)
+
+    def exact_losses(self, query: Tensor, target: Tensor, tables: Tables, prediction: str) -> Tensor:
+        """Find the loss over all classes of each example: query ``(batch, in_features)`` → ``(batch,)``."""
+        weight, bias = _flat(tables)
+        return functional.full_softmax_loss(query, weight, target, bias, "none", prediction=prediction)
+
+    def full_losses(self, query: Tensor, target: Tensor, tables: Tables, prediction: str) -> Tensor:
+        """`exact_losses` with all logits in memory at once, as people write it: faster where it fits."""
+        logits = functional.output(functional.linear(query, *_flat(tables)), prediction)
+        return F.cross_entropy(logits, target, reduction="none")
+
+    def log_prob(self, query: Tensor, tables: Tables, prediction: str) -> Tensor:
+        """Find the log probability of every class, shape ``(*batch, num_classes)``."""
+        return functional.log_prob(query, *_flat(tables), prediction=prediction)
+
+    def topk(self, query: Tensor, tables: Tables, k: int, prediction: str) -> tuple[Tensor, Tensor]:
+        """Find the ``k`` most probable classes: log probabilities and ids, both ``(*batch, k)``."""
+        weight, bias = _flat(tables)
+        values, ids = functional.topk(query, weight, k, bias, prediction=prediction)
+        log_z = functional.log_partition(query, weight, bias, prediction=prediction)
+        return values - log_z.unsqueeze(-1), ids
+
+    def total(self, number: int) -> int:
+        """Sum a number over the processes that share the classes out."""
+        return number
+
+    def gather_measured(self, measured: Measured) -> Measured:
+        """Collect what each of these processes measured."""
+        return measured
+
+
+def _flat(tables: Tables) -> Tables:
+    weight, bias = tables
+    return weight, None if bias is None else bias.squeeze(-1)

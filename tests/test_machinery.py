@@ -1,0 +1,251 @@
+"""The layer inside torch's own machinery: frozen parameters, checkpoints of activations, meta devices, other states."""
+
+import functools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from manyclass import FullSoftmax, SampledSoftmax, samplers
+
+N, D = 200, 6
+
+
+def batch(seed=0, size=32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, D, generator=generator), torch.randint(N, (size,), generator=generator)
+
+
+def make(sampler="blocks", num_samples=16, **options):
+    torch.manual_seed(0)
+    if sampler == "blocks":
+        options = {"own": 4, "probe": 4, "block_size": 2, **options}
+    return SampledSoftmax(D, N, sampler, num_samples, **options)
+
+
+def test_the_full_softmax_is_the_cross_entropy(backend):
+    query, target = batch()
+    for bias in (False, True):
+        layer = FullSoftmax(D, N, bias=bias)
+        logits = query @ layer.weight.T + (layer.bias if bias else 0)
+        torch.testing.assert_close(layer(query, target), nn.functional.cross_entropy(logits, target))
+        torch.testing.assert_close(layer.eval()(query, target), nn.functional.cross_entropy(logits, target))
+    assert not hasattr(layer, "sampler")
+    target[0] = -100
+    assert FullSoftmax(D, N, reduction="none")(query, target)[0] == 0
+
+
+@pytest.mark.parametrize("frozen", ["all", "weight", "bias"])
+def test_a_frozen_head_gets_no_gradient(frozen, backend):
+    layer = make(bias=True)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(not (frozen == "all" or name.startswith("bias") == (frozen == "bias")))
+    query, target = batch()
+    query.requires_grad_()
+    layer(query, target).backward()
+    assert query.grad.abs().sum() > 0
+    for parameter in layer.parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad
+
+
+def test_second_derivatives_are_right_or_refused():
+    query, target = batch()
+    with pytest.raises(RuntimeError, match="no second derivatives"):  # of the native kernel
+        torch.autograd.grad(make()(query.requires_grad_(), target), query, create_graph=True)
+    layer = make("uniform", dtype=torch.double)
+
+    def loss(query):
+        return layer(query, target[:3], generator=torch.Generator().manual_seed(0))
+
+    assert torch.autograd.gradgradcheck(loss, query[:3].detach().double().requires_grad_())
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        loss(query[:3].detach().double()).backward(create_graph=True)
+
+
+@pytest.mark.parametrize("sampler", ["blocks", "uniform", "softmax", "quadratic"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputed_forward_pass_draws_the_same(sampler, reentrant, backend):
+    query, target = batch()
+    found = []
+    for recompute in (False, True):
+        layer = make(sampler, tolerance=0.1, num_samples=None)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+        torch.manual_seed(1)
+        for _ in range(14):
+            optimizer.zero_grad()
+            leaf = query.clone().requires_grad_()
+            run = functools.partial(checkpoint, layer, use_reentrant=reentrant) if recompute else layer
+            losses = [run(leaf[part], target[part]) for part in (slice(0, 16), slice(16, 32))]
+            for loss in losses:  # the other batch has been drawn for in between
+                loss.backward()
+            optimizer.step()
+        found.append((layer.weight.detach().clone(), leaf.grad, int(layer.step), layer.num_samples))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_a_layer_on_the_meta_device_can_be_filled():
+    with torch.device("meta"):
+        layer = make(bias=True)
+    assert layer.weight.is_meta
+    layer = layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    assert layer.weight.abs().max() <= 1 / D**0.5
+    assert layer.weight.std() > 0.1 / D**0.5
+
+
+def test_inference_mode_first_and_training_afterwards():
+    layer = make()
+    query, target = batch()
+    with torch.inference_mode():
+        layer(query, target)
+        layer.topk(query, 3, probe=4)
+    layer(query, target).backward()
+    assert layer.weight.grad.is_sparse
+
+
+@pytest.mark.parametrize("sampler", ["blocks", "uniform", "softmax", "quadratic"])
+def test_the_weights_of_a_linear_layer_can_be_loaded(sampler):
+    linear, layer = nn.Linear(D, N), make(sampler, bias=True)
+    query, target = batch()
+    layer(query, target)
+    layer.load_state_dict(linear.state_dict())
+    torch.testing.assert_close(layer.log_prob(query), linear(query).log_softmax(-1))
+    assert layer.follower.touched is None
+    layer(query, target).backward()
+    state = {"trunk.weight": torch.ones(1), **{f"head.{k}": v for k, v in linear.state_dict().items()}}
+    whole = nn.ModuleDict({"head": make(sampler, bias=True)})
+    whole.load_state_dict(state, strict=False)
+    assert torch.equal(whole["head"].bias, linear.bias)
+
+
+@pytest.mark.parametrize("other", ["blocks", "uniform", "softmax", "quadratic"])
+def test_the_state_of_a_layer_with_another_sampler_can_be_loaded(other):
+    query, target = batch()
+    for sampler in ("blocks", "unigram"):
+        options = {"counts": torch.arange(N) + 1} if sampler == "unigram" else {}
+        old, new = make(other), make(sampler, **options)
+        old(query, target).backward()
+        new(query, target)
+        new.load_state_dict(old.state_dict())
+        assert torch.equal(new.weight, old.weight)
+        if sampler != other:
+            assert new.follower.touched is None
+        new(query, target).backward()
+
+
+def test_a_checkpoint_without_the_sampler_makes_all_statistics_stale():
+    query, target = batch()
+    layer = make()
+    layer(query, target).backward()
+    state = {key: value for key, value in layer.state_dict().items() if not key.startswith("sampler.")}
+    layer(query, target)
+    layer.load_state_dict(state, strict=False)
+    assert layer.follower.touched is None
+
+
+def test_pickles_do_not_carry_the_last_batch():
+    layer = make()
+    small = len(pickle.dumps(layer))
+    layer(*batch(size=4096))
+    assert len(pickle.dumps(layer)) < small + 20_000
+
+
+def test_a_single_vector_has_a_best_class():
+    layer = make()
+    query = torch.randn(D)
+    assert layer.predict(query).shape == ()
+    assert layer.topk(query, 3)[1].shape == layer.topk(query, 3, probe=200)[1].shape == (3,)
+
+
+class Favourite(samplers.Unigram):
+    """A sampler of a user: one class is drawn as often as all others together."""
+
+    def __init__(self, num_classes, favourite=0):
+        counts = torch.ones(num_classes)
+        counts[favourite] = num_classes - 1
+        super().__init__(counts)
+
+
+def test_a_class_of_samplers_can_be_given():
+    layer = SampledSoftmax(D, N, Favourite, 50, favourite=7)
+    draw = layer.sampler.draw(torch.zeros(100, D), 50)
+    assert 0.4 < (draw.ids == 7).float().mean() < 0.6
+    with pytest.raises(TypeError, match="sampler='Favourite' has no option 'favorite'; allowed are favourite"):
+        SampledSoftmax(D, N, Favourite, favorite=7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ignore_index": None}, "ignore_index must be an int, got None"),
+        ({"bias": 2}, "bias must be True or False, got 2"),
+        ({"sparse": "yes"}, "sparse must be True or False, got 'yes'"),
+        ({"embedding": nn.Linear(D, N)}, "embedding must be an nn.Embedding, got Linear"),
+        ({"dtype": torch.int64}, "dtype must be a floating point dtype, got torch.int64"),
+        ({"tolerance": "small", "num_samples": None}, "tolerance must be a number, got 'small'"),
+        ({"num_samples": 2.5}, "num_samples must be an int, got 2.5"),
+        ({"sampler": 3}, "sampler must be a name or a manyclass.samplers.Sampler, got 3"),
+    ],
+)
+def test_wrong_types_are_named(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        SampledSoftmax(D, N, **arguments)
+
+
+SAMPLERS = {
+    "uniform": {},
+    "log_uniform": {},
+    "unigram": {"counts": torch.arange(N) + 1},
+    "bigram": {"pairs": torch.stack([torch.arange(500) % 7, torch.arange(500) * 11 % N], 1)},
+    "softmax": {},
+    "quadratic": {},
+    "quartic": {},
+    "blocks": {},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.half, torch.double])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("late", [False, True], ids=["made", "converted"])
+def test_parameters_of_any_dtype(dtype, sampler, late, backend):
+    """Losses are those of the same weights in float32, and statistics stay as precise as they were."""
+    query, target = batch()
+    options = SAMPLERS[sampler]
+    exact = make(sampler, 5000, bias=True, **options)
+    layer = make(sampler, 5000, bias=True, **({} if late else {"dtype": dtype}), **options)
+    if late:
+        layer(query, target, context=target)  # statistics exist already
+        layer = layer.to(dtype)
+    with torch.no_grad():
+        layer.weight.copy_(exact.weight)
+        exact.weight.copy_(layer.weight)
+        layer.bias.copy_(exact.bias)
+        exact.bias.copy_(layer.bias)
+        query = query.to(dtype)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for step in range(3):
+        generators = [torch.Generator().manual_seed(step) for _ in range(2)]
+        loss = layer(query, target, context=target, generator=generators[0])
+        assert loss.dtype == (torch.double if dtype == torch.double else torch.float32)
+        if step == 0:
+            wanted = exact(query.float(), target, context=target, generator=generators[1])
+            torch.testing.assert_close(loss.float(), wanted, rtol=0.05, atol=0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert layer.weight.dtype == dtype
+    for name, buffer in layer.sampler.named_buffers():
+        if buffer.is_floating_point():
+            assert buffer.dtype in (torch.float32, torch.double), name
+
+
+def test_dense_samplers_score_in_float32():
+    sampler = samplers.create("softmax", N, D)
+    weight = torch.randn(N, D).bfloat16()
+    query = torch.randn(3, D).bfloat16()
+    sampler.update(weight)
+    found = sampler.log_prob(query, torch.arange(N).expand(3, -1))
+    torch.testing.assert_close(found.float(), (query.float() @ weight.float().T).log_softmax(-1), rtol=1e-5, atol=1e-5)
