@@ -249,3 +249,28 @@ def test_dense_samplers_score_in_float32():
     sampler.update(weight)
     found = sampler.log_prob(query, torch.arange(N).expand(3, -1))
     torch.testing.assert_close(found.float(), (query.float() @ weight.float().T).log_softmax(-1), rtol=1e-5, atol=1e-5)
+
+
+class Served(nn.Module):
+    """What people export: a layer's answer to a batch of queries."""
+
+    def __init__(self, layer, k):
+        super().__init__()
+        self.layer, self.k = layer, k
+
+    def forward(self, query):
+        return self.layer.topk(query, self.k) if self.k else (self.layer.log_prob(query),)
+
+
+@pytest.mark.parametrize("k", [0, 3], ids=["log_prob", "topk"])
+@pytest.mark.parametrize("absolute", [False, True])
+def test_export_compile_and_vmap(k, absolute):
+    layer = make(bias=True, prediction="absolute" if absolute else "softmax").eval()
+    model, query = Served(layer, k), torch.randn(5, D)
+    dynamic = ({0: torch.export.Dim("batch", min=2, max=4096)},)
+    exported = torch.export.export(model, (query,), dynamic_shapes=dynamic).module()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for function in (exported, compiled, torch.vmap(model)):
+        for found, wanted in zip(function(query), model(query), strict=True):
+            torch.testing.assert_close(found, wanted)
+    assert exported(torch.randn(17, D))[0].shape[0] == 17

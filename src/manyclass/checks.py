@@ -63,9 +63,14 @@ def queries(name: str, value: object, in_features: int | None = None) -> Tensor:
     if query.dim() == 0 or (in_features is not None and query.shape[-1] != in_features):
         features = "in_features" if in_features is None else in_features
         raise ValueError(f"{name} must have shape (*batch, {features}), got {tuple(query.shape)}")
-    if not bool(torch.isfinite(query).all()):
+    if readable(query) and not bool(torch.isfinite(query).all()):
         raise ValueError(f"{name} holds NaN or infinite values; every value must be finite")
     return query
+
+
+def readable(value: Tensor) -> bool:
+    """Whether values can be looked at: not while torch compiles, exports or maps over a batch."""
+    return not (torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(value))  # pyright: ignore
 
 
 def indices(
@@ -88,8 +93,8 @@ def indices(
         same_device(name, value, "the query", batch_of)
         if value.shape != batch_of.shape[:-1]:
             raise ValueError(f"{name} must have shape {tuple(batch_of.shape[:-1])}, got {tuple(value.shape)}")
-    counted = value if ignore is None else value[value != ignore]
-    if counted.numel():
+    counted = value if ignore is None or not readable(value) else value[value != ignore]
+    if counted.numel() and readable(value):
         low, high = (int(x) for x in torch.aminmax(counted))
         if low < 0 or (limit is not None and high >= limit):
             allowed = "non-negative" if limit is None else f"in [0, {limit})"

@@ -3,6 +3,7 @@
 ``prediction`` selects p ∝ exp(o) (``"softmax"``) or p ∝ exp(|o|) (``"absolute"``, Section 3.3 of the paper) everywhere.
 """
 
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -107,7 +108,7 @@ def log_partition(
         return output(linear(query, weight, bias), prediction).logsumexp(dim=-1)
 
     result = []
-    for rows in query.reshape(-1, query.shape[-1]).split(MAX_QUERIES):
+    for rows in _query_chunks(query):
         chunks = _class_chunks(rows.shape[0], weight, bias)
         if len(chunks) == 1:
             result.append(part(rows, weight, bias))
@@ -134,7 +135,7 @@ def topk(
     if k > weight.shape[0]:
         raise ValueError(f"k must be at most num_classes = {weight.shape[0]}, got {k}")
     values, ids = [], []
-    for rows in query.reshape(-1, query.shape[-1]).split(MAX_QUERIES):
+    for rows in _query_chunks(query):
         best = rows.new_empty(rows.shape[0], 0)
         best_ids = torch.empty(rows.shape[0], 0, dtype=torch.long, device=rows.device)
         first = 0
@@ -167,8 +168,18 @@ def linear(query: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(query, weight.to(query.dtype), None if bias is None else bias.to(query.dtype))
 
 
+def _query_chunks(query: Tensor) -> Iterable[Tensor]:
+    rows = query.reshape(-1, query.shape[-1])
+    return [rows] if torch.compiler.is_exporting() else rows.split(MAX_QUERIES)
+
+
 def _class_chunks(num_queries: int, weight: Tensor, bias: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
-    """Split the classes so that ``num_queries`` × chunk stays within ``MAX_LOGITS``."""
+    """Split the classes so that ``num_queries`` × chunk stays within ``MAX_LOGITS``.
+
+    An exported graph takes any number of queries, so it does not split.
+    """
+    if torch.compiler.is_exporting():
+        return [(weight, bias)]
     size = max(1, MAX_LOGITS // max(1, num_queries))
     weights = weight.split(size)
     return list(zip(weights, [None] * len(weights) if bias is None else bias.split(size), strict=True))
