@@ -13,6 +13,8 @@ from torch import Tensor
 
 from . import checks
 
+__all__ = ["FeatureKernel", "Kernel", "Polynomial", "Quadratic", "Quartic"]
+
 # A feature map larger than this does not pay: scoring all classes is cheaper.
 MAX_FEATURES = 1 << 20
 

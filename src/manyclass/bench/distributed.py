@@ -15,8 +15,8 @@ from rich.table import Table
 from torch.multiprocessing.spawn import start_processes
 
 from ..head import NUM_SAMPLES, SampledSoftmax
-from ..processes import leave
 from ..samplers.partition import BRANCHING, OUTLIERS, TOP
+from ..train.processes import leave
 from .timing import write_csv
 
 BATCH, FEATURES, POOL = 512, 64, NUM_SAMPLES["batch"]

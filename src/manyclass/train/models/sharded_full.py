@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .head import ShardedSampledSoftmax
+from ...distributed.head import ShardedSampledSoftmax
 
 
 class ShardedFullSoftmax(ShardedSampledSoftmax):

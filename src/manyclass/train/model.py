@@ -5,7 +5,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .head import SampledSoftmax
+from ..head import SampledSoftmax
 from .models import FullSoftmax
 from .settings import Settings
 from .tasks import Batch, Task
@@ -75,7 +75,7 @@ class Model(nn.Module):
 
     def parallelise(self) -> None:
         """Let the processes that train together share the gradients of the trunk."""
-        from .distributed import data_parallel
+        from ..distributed import data_parallel
 
         self._parallel = [data_parallel(self.trunk)]
 
@@ -101,7 +101,7 @@ def _layers(sharded: bool) -> tuple[type[SampledSoftmax], type[SampledSoftmax]]:
     """The sampled and the full output layer."""
     if not sharded:
         return SampledSoftmax, FullSoftmax
-    from .distributed.full import ShardedFullSoftmax
-    from .distributed.head import ShardedSampledSoftmax
+    from ..distributed.head import ShardedSampledSoftmax
+    from .models.sharded_full import ShardedFullSoftmax
 
     return ShardedSampledSoftmax, ShardedFullSoftmax

@@ -5,8 +5,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import functional
-from ..head import SampledSoftmax
+from ... import functional
+from ...head import SampledSoftmax
 
 
 class FullSoftmax(SampledSoftmax):
