@@ -6,7 +6,7 @@ finite φ that lets whole sets of classes be summed up in one vector (Section 3.
 
 import functools
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -106,3 +106,17 @@ class Quartic(Polynomial):
 
     def __init__(self) -> None:
         super().__init__(4)
+
+
+def evaluate(kernel: Any, query: Tensor, weight: Tensor) -> Tensor:
+    """K(h, w) of a `Kernel` or a `FeatureKernel`, for vectors that broadcast against each other."""
+    if hasattr(kernel, "value"):
+        return kernel.value((query * weight).sum(dim=-1))
+    return (kernel.feature_map(query) * kernel.feature_map(weight)).sum(dim=-1)
+
+
+def is_polynomial(kernel: Any) -> bool:
+    """Whether ``kernel`` is a `Polynomial` that overrides nothing: the native code has its formulas."""
+    own = type(kernel)
+    formulas = (Polynomial.value, Polynomial.feature_map)
+    return isinstance(kernel, Polynomial) and (own.value, own.feature_map) == formulas

@@ -6,10 +6,11 @@ from typing import Any
 
 from .. import checks
 from ..kernels import Quadratic, Quartic
-from .base import Draw, Sampler
+from .base import Sampler
 from .bigram import Bigram
 from .blocks import Blocks
 from .dense import Dense, Kernel, Softmax
+from .draw import Draw
 from .static import LogUniform, Uniform, Unigram
 from .tree import KernelTree
 

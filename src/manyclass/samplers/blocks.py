@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from .. import checks, functional
-from .base import Draw, Incremental
+from .base import Incremental
+from .draw import Draw
 from .partition import Partition
 from .pool import pool_draw
 from .search import Best, Index, best_classes, log_mass, own_draw
