@@ -108,6 +108,12 @@ def test_import_needs_no_extras():
     assert not loaded & set(APPLICATION)
 
 
+def test_runs_load_without_the_command_line():
+    found = run("import manyclass.train, sys\nprint('\\n'.join(sys.modules))").split()
+    assert "manyclass.train.training" in found
+    assert not {"typer", "rich", "matplotlib", "manyclass.cli"} & set(found)
+
+
 def test_the_command_line_names_a_missing_extra():
     program = "import sys; sys.modules['typer'] = None\nfrom manyclass.__main__ import main\nmain()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

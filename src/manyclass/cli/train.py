@@ -3,17 +3,33 @@
 import dataclasses
 import inspect
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from ..train.settings import ClassifySettings, LanguageSettings, NextItemSettings, Settings, panel
+from ..train.settings import PANELS, ClassifySettings, LanguageSettings, NextItemSettings, Settings, shown
 
 app = typer.Typer(help="Train a model from your files; the run's folder holds all of it.", no_args_is_help=True)
 
 
 def _perplexity(loss: float) -> str:
     return f"{math.exp(loss):.1f}" if loss < 50 else "beyond all bounds"
+
+
+def _place(field: "dataclasses.Field[Any]") -> int:
+    """Where in ``--help`` a setting stands."""
+    heading = shown(field).panel
+    return PANELS.index(heading) if heading else -1
+
+
+def _annotation(field: "dataclasses.Field[Any]") -> Any:
+    """The type of a setting, and its option or argument."""
+    how = shown(field)
+    if how.panel is None:
+        option = typer.Argument(help=how.help, **how.more)
+    else:
+        option = typer.Option(*how.names, help=how.help, rich_help_panel=how.panel, **how.more)
+    return Annotated[field.type.__origin__, option]  # pyright: ignore
 
 
 def _train_command(name: str, kind: type[Settings]) -> None:
@@ -45,19 +61,18 @@ def _train_command(name: str, kind: type[Settings]) -> None:
             raise typer.Exit(130)
         console.print(f"next: manyclass evaluate {settings.out}  or  manyclass predict {settings.out}", soft_wrap=True)
 
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    fields = sorted(dataclasses.fields(kind), key=panel)
+    fields = sorted(dataclasses.fields(kind), key=_place)
     parameters = [
         inspect.Parameter(
             field.name,
-            keyword,
-            annotation=field.type,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=_annotation(field),
             default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
         )
         for field in fields
     ]
     command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
-    command.__annotations__ = {field.name: field.type for field in fields}
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__doc__ = kind.__doc__
     app.command(name)(command)
 
