@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from manyclass.data import (
+from manyclass.train.data import (
     Interactions,
     Labelled,
     Ragged,

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from manyclass import SampledSoftmax, clip_grad_norm_, ops
 from manyclass.distributed import ShardedSampledSoftmax, data_parallel
-from manyclass.processes import leave
 from manyclass.shard import Examples
+from manyclass.train.processes import leave
 
 N, D = 61, 5
 #: Examples of each rank: uneven, and none on one of them.

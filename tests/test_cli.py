@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 import manyclass as manyclass_package
-from manyclass import demo, samplers
+from manyclass import samplers
 from manyclass.bench import bias, draws, judges, profiling, stalls, step, tensorflow_step, tree
-from manyclass.data import prepare_text, python_sources
+from manyclass.cli import demo
+from manyclass.train.data import prepare_text, python_sources
 
 ROOT = Path(__file__).parent.parent
 

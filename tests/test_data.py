@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from reading import interactions, labelled, raises, real, rows, write
 
-from manyclass.atomic import replacing
-from manyclass.data import (
+from manyclass.train.atomic import replacing
+from manyclass.train.data import (
     Ragged,
     Vocabulary,
     encode_text,
@@ -20,7 +20,7 @@ from manyclass.data import (
     spool,
     text,
 )
-from manyclass.data.ragged import RaggedWriter
+from manyclass.train.data.ragged import RaggedWriter
 
 # ---------------------------------------------------------------- files
 

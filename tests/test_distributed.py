@@ -10,7 +10,7 @@ from torch import nn
 
 from manyclass import SampledSoftmax
 from manyclass.distributed import collectives, data_parallel
-from manyclass.processes import leave
+from manyclass.train.processes import leave
 
 N, D = 40, 6
 

@@ -13,7 +13,7 @@ import polars as pl
 import pytest
 from reading import encoded, interactions, labelled, raises, real, rows, write
 
-from manyclass.data import (
+from manyclass.train.data import (
     Interactions,
     Vocabulary,
     delimited,
@@ -345,7 +345,7 @@ def test_blank_lines_before_the_header(tmp_path, monkeypatch):
 MEMORY = """
 import sys
 from pathlib import Path
-from manyclass.data import delimited, json_lines, parquet, read_interactions, read_labelled, spool
+from manyclass.train.data import delimited, json_lines, parquet, read_interactions, read_labelled, spool
 
 delimited.PIECE, json_lines.ROWS, parquet.ROWS, spool.CHUNK = 1 << 17, 1 << 12, 1 << 14, 1 << 15
 folder = Path(sys.argv[1])

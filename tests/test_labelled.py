@@ -8,7 +8,7 @@ import pytest
 from reading import interactions, labelled, raises, real, rows, write
 from scipy import stats
 
-from manyclass.data import (
+from manyclass.train.data import (
     Vocabulary,
     synth,
     synthesise,

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from manyclass import __main__, quality, reproduce
-from manyclass.quality import Estimate, Trial
+from manyclass import __main__
+from manyclass.experiments import quality, reproduce
+from manyclass.experiments.quality import Estimate, Trial
 from manyclass.report import Run
 
 

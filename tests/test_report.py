@@ -13,8 +13,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from manyclass import SampledSoftmax, page, report
-from manyclass.export import FORMATS, export
+from manyclass import SampledSoftmax, report
+from manyclass.report import compare, page
+from manyclass.report.runs import COLUMNS
+from manyclass.train.export import FORMATS, export
 
 VOID = {"meta"}
 
@@ -29,7 +31,7 @@ def make_run(folder: Path, sampler="blocks", *, losses=(9.0, 6.0, 5.0), speed=10
     num_samples = {"full": "", "blocks": 4096}.get(sampler, 64)
     with (folder / "metrics.csv").open("w", newline="") as file:
         rows = csv.writer(file)
-        rows.writerow(report.COLUMNS)
+        rows.writerow(COLUMNS)
         for index, loss in enumerate(losses):
             bias = "" if sampler == "full" or index == 0 else -0.02
             rows.writerow([100 * index, index, 100 * index / speed, 0.1, "", loss, bias, num_samples])
@@ -114,11 +116,11 @@ def test_load(tmp_path):
         ("config.json", '{"task": "lm", "num_classes": 9, "settings": {}}', "'settings' must name the 'sampler'"),
         ("evaluation.json", "nonsense", "not valid JSON"),
         ("metrics.csv", "", "has no rows yet"),
-        ("metrics.csv", ",".join(report.COLUMNS) + "\n", "has no rows yet"),
+        ("metrics.csv", ",".join(COLUMNS) + "\n", "has no rows yet"),
         ("metrics.csv", "step,epoch,seconds,lr,train_loss,bias\n0,0,0,1,1,0\n", "lacks the column heldout_loss, num_s"),
-        ("metrics.csv", ",".join(report.COLUMNS) + "\n0,0,0,1,,9,,\n100,1,10", "line 3 is cut short"),
-        ("metrics.csv", ",".join(report.COLUMNS) + "\n0,0,0,1,,nine,,\n", "could not convert string to float: 'nine'"),
-        ("metrics.csv", ",".join(report.COLUMNS) + "\n,0,0,1,,9,,\n", "line 2 lacks the step or the seconds"),
+        ("metrics.csv", ",".join(COLUMNS) + "\n0,0,0,1,,9,,\n100,1,10", "line 3 is cut short"),
+        ("metrics.csv", ",".join(COLUMNS) + "\n0,0,0,1,,nine,,\n", "could not convert string to float: 'nine'"),
+        ("metrics.csv", ",".join(COLUMNS) + "\n,0,0,1,,9,,\n", "line 2 lacks the step or the seconds"),
     ],
 )
 def test_broken_runs_name_the_file(tmp_path, file, content, message):
@@ -154,7 +156,7 @@ def test_table(tmp_path):
         make_run(tmp_path / "untrained", losses=(9,)),
     ]
     text = printed(runs)
-    assert report.TITLE in text
+    assert compare.TITLE in text
     assert cells(text, "sampled") == ["sampled", "blocks", "32 each, 4096 shared", "5.000", "148", "31", "12.4×"]
     assert cells(text, "each") == ["each", "unigram", "64 each", "4.000", "54.6", "20", "8.0×"]
     assert cells(text, "pool")[2] == "64 shared"
@@ -279,7 +281,7 @@ def test_gaps(tmp_path):
 
 def test_a_diverging_run_does_not_squeeze_the_others(tmp_path):
     runs = [make_run(tmp_path / "bad", losses=(10, 1e9, math.nan)), make_run(tmp_path / "good")]
-    low, high = report._loss_limits(runs)
+    low, high = compare._loss_limits(runs)
     assert 4.5 < low < 5
     assert 10 < high < 13
 
@@ -298,9 +300,9 @@ def test_plot(tmp_path):
         assert data[:4] == b"\x89PNG"
         sizes.append(int.from_bytes(data[20:24], "big"))
     assert sizes[1] > sizes[0] + 300  # room for the legend
-    looks = {(index % len(page.COLOURS), index % len(report.MARKERS)) for index in range(30)}
+    looks = {(index % len(page.COLOURS), index % len(compare.MARKERS)) for index in range(30)}
     assert len(looks) == 30
-    assert len(report.MARKERS) == len(page.SHAPES)
+    assert len(compare.MARKERS) == len(page.SHAPES)
     assert written(runs, tmp_path).count("li") == 30
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from manyclass import figures, reproduce
-from manyclass.data.synth import synthesise
-from manyclass.reproduce import BLOCKS, FULL, Curve, Metrics, Point, Preset
-from manyclass.tasks import TASKS
+from manyclass.experiments import figures, reproduce
+from manyclass.experiments.reproduce import BLOCKS, FULL, Curve, Metrics, Point, Preset
+from manyclass.train.data.synth import synthesise
+from manyclass.train.tasks import TASKS
 
 TINY = Preset((2,), (16,), 1, 2, True, "tiny")
 SHORT = "--features 8 --steps 4 --evaluations 2 --eval-examples 50"

@@ -11,11 +11,12 @@ from rich.console import Console
 from test_commands import fails, write_text
 from typer.testing import CliRunner
 
-from manyclass import SampledSoftmax, cli, evaluation, training
-from manyclass import console as shown
+from manyclass import SampledSoftmax, cli
 from manyclass.bench import retrieval
-from manyclass.run import Run
-from manyclass.settings import LanguageSettings
+from manyclass.cli import console as shown
+from manyclass.train import evaluation, training
+from manyclass.train.run import Run
+from manyclass.train.settings import LanguageSettings
 
 # Enough for a tree of two levels.
 CLASSES, FEATURES = 7000, 16

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from test_commands import ENVIRONMENT, command, manyclass, write_text
 from test_training import write_documents, write_sequences
 
-from manyclass import training
-from manyclass.run import Run
+from manyclass.train import training
+from manyclass.train.run import Run
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
 
@@ -187,7 +187,7 @@ def test_scripts_of_the_docs(name, processes, printed, tmp_path):
     (block,) = re.findall(rf"```python\n# {name}\n(.*?)```", page, re.S)
     script = tmp_path / name
     # Ends as processes of gloo should in tests: torch's teardown can deadlock.
-    script.write_text(block + "\nfrom manyclass.processes import leave\nleave(0)\n")
+    script.write_text(block + "\nfrom manyclass.train.processes import leave\nleave(0)\n")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), str(script)]
     found = subprocess.run(
         [sys.executable, "-u", *launch],

@@ -7,6 +7,7 @@ def main() -> None:
     """Run the command line; errors are one line, without a traceback, and exit with 2."""
     try:
         from .cli import app
+        from .train.processes import leave
     except ModuleNotFoundError as error:
         sys.exit(f"manyclass: the command line needs {error.name}: pip install 'manyclass[cli]'")
     code = 0
@@ -22,11 +23,7 @@ def main() -> None:
             raise
         print(f"manyclass: {error}", file=sys.stderr)
         code = 1  # not the fault of what was asked for: torchrun may try again
-    if "manyclass.processes" in sys.modules:
-        from .processes import leave
-
-        leave(code)
-    sys.exit(code)
+    leave(code)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from . import checks
 
+__all__ = ["full_softmax_loss", "log_partition", "log_prob", "sampled_softmax_loss", "topk"]
+
 PREDICTIONS = ("softmax", "absolute")
 REDUCTIONS = ("none", "mean", "sum")
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import functional, ops
-from .samplers.base import Draw
+from .samplers.draw import Draw
 
 #: Makes the gradients of rows, sorted and distinct, of one process those of all that have the same class weights.
 Exchange = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

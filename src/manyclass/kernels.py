@@ -6,12 +6,14 @@ finite φ that lets whole sets of classes be summed up in one vector (Section 3.
 
 import functools
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from . import checks
+
+__all__ = ["FeatureKernel", "Kernel", "Polynomial", "Quadratic", "Quartic"]
 
 # A feature map larger than this does not pay: scoring all classes is cheaper.
 MAX_FEATURES = 1 << 20
@@ -104,3 +106,17 @@ class Quartic(Polynomial):
 
     def __init__(self) -> None:
         super().__init__(4)
+
+
+def evaluate(kernel: Any, query: Tensor, weight: Tensor) -> Tensor:
+    """K(h, w) of a `Kernel` or a `FeatureKernel`, for vectors that broadcast against each other."""
+    if hasattr(kernel, "value"):
+        return kernel.value((query * weight).sum(dim=-1))
+    return (kernel.feature_map(query) * kernel.feature_map(weight)).sum(dim=-1)
+
+
+def is_polynomial(kernel: Any) -> bool:
+    """Whether ``kernel`` is a `Polynomial` that overrides nothing: the native code has its formulas."""
+    own = type(kernel)
+    formulas = (Polynomial.value, Polynomial.feature_map)
+    return isinstance(kernel, Polynomial) and (own.value, own.feature_map) == formulas

@@ -15,9 +15,9 @@ from rich.table import Table
 from torch.multiprocessing.spawn import start_processes
 
 from ..budget import NUM_SAMPLES
-from ..processes import leave
 from ..sampled import SampledSoftmax
 from ..samplers.partition import BRANCHING, OUTLIERS, TOP
+from ..train.processes import leave
 from .timing import write_csv
 
 BATCH, FEATURES, POOL = 512, 64, NUM_SAMPLES["batch"]

@@ -9,16 +9,16 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from .. import training
-from ..console import Bar
-from ..data.synth import synthesise
-from ..model import Model
-from ..run import Run
-from ..settings import LanguageSettings, NextItemSettings, Settings
-from ..tasks import Task
-from ..tasks.base import tensor
-from ..tasks.language import Language
-from ..tasks.next_item import NextItem
+from ..cli.console import Bar
+from ..train import training
+from ..train.data.synth import synthesise
+from ..train.model import Model
+from ..train.run import Run
+from ..train.settings import LanguageSettings, NextItemSettings, Settings
+from ..train.tasks import Task
+from ..train.tasks.base import tensor
+from ..train.tasks.language import Language
+from ..train.tasks.next_item import NextItem
 
 WORDS, SESSIONS = "words", "sessions"
 EXAMPLES = 256

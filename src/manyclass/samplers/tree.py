@@ -9,15 +9,13 @@ from torch import Tensor
 
 from .. import checks, functional, kernels, ops
 from .base import Incremental
+from .descent import FLOOR, descend, invert, last_from_rest, normalise
 
 # Nodes of the first level. They are evaluated for all examples by one matrix product, which is so much faster per node
 # than single dot products that levels above would cost more than they save.
 MAX_TOP = 2048
 # The native kernels work on blocks of this many features.
 FEATURE_BLOCK = 64
-# No part of a node gets less than this share of what its number of classes would give it. It keeps every class
-# possible when sums are rounded or stale, or when a feature map makes them negative.
-FLOOR = 1e-6
 MAX_FEATURES = 1 << 16
 ENDINGS = ("class", "leaf")
 
@@ -129,7 +127,7 @@ class KernelTree(Incremental):
         if exclude is None:
             exclude, value = torch.empty(0, dtype=torch.long), query.new_empty(0)
         else:
-            value = self._value(query, self.weight[exclude])
+            value = kernels.evaluate(self.kernel, query, self.weight[exclude])
         return torch.ops.manyclass.tree_draw(
             features,
             query.contiguous(),
@@ -153,13 +151,13 @@ class KernelTree(Incremental):
         results = []
         for part, numbers, positive in self._chunks(self._work(uniform.shape[-1]), query, uniform, exclude):
             leaf_prob = self._leaf_prob(part, positive)
-            leaf, rest = _invert(leaf_prob, numbers)
+            leaf, rest = invert(leaf_prob, numbers)
             prob = leaf_prob.gather(-1, leaf)
             if self.ending == "leaf":
                 results.append((leaf, prob.log()))
                 continue
             class_prob = self._class_prob(part, leaf, positive)
-            slot, _ = _invert(class_prob, rest.unsqueeze(-1))
+            slot, _ = invert(class_prob, rest.unsqueeze(-1))
             prob = prob * class_prob.gather(-1, slot).squeeze(-1)
             results.append((leaf * self.leaf_size + slot.squeeze(-1), prob.log()))
         ids, log_prob = zip(*results, strict=True)
@@ -191,19 +189,16 @@ class KernelTree(Incremental):
             span = self.leaf_size * self.branching ** (len(self.sizes) - 1 - level)
             mass = self._masses(features, level).double()
             if above is not None:
-                mass = self._last_from_rest(mass, above)
+                mass = last_from_rest(mass, above, self.branching)
             above = mass
             count = (self.num_classes - torch.arange(size, device=query.device) * span).clamp(max=span).double()
             count = count.expand_as(mass)
             if exclude is not None:
-                node, value = (exclude // span).unsqueeze(-1), self._value(query, self.weight[exclude])
+                node = (exclude // span).unsqueeze(-1)
+                value = kernels.evaluate(self.kernel, query, self.weight[exclude])
                 mass = mass.scatter_add(-1, node, -value.double().unsqueeze(-1))
                 count = count.scatter_add(-1, node, torch.full_like(node, -1.0, dtype=torch.float64))
-            width = size if level == 0 else self.branching
-            groups = (len(query), prob.shape[1], width)
-            padding = (0, groups[1] * width - size)
-            share = _normalise(F.pad(mass, padding).view(groups), F.pad(count, padding).view(groups))
-            prob = (prob.unsqueeze(-1) * share).flatten(1)[:, :size]
+            prob = descend(prob, mass, count, size if level == 0 else self.branching)
         return prob
 
     def _masses(self, features: Tensor, level: int) -> Tensor:
@@ -213,30 +208,13 @@ class KernelTree(Incremental):
             raise ValueError("the masses of the kernel tree are not finite; class weights must be finite, and smaller")
         return masses
 
-    def _last_from_rest(self, mass: Tensor, above: Tensor) -> Tensor:
-        """Give the last of several children what its siblings leave of the parent, unless that is mostly rounding.
-
-        It spares the native draw one evaluation per node. Shapes: ``(batch, nodes)`` and ``(batch, parents)``.
-        """
-        size, parents = mass.shape[1], above.shape[1]
-        last = (torch.arange(1, parents + 1, device=mass.device) * self.branching).clamp(max=size) - 1
-        groups = F.pad(mass, (0, parents * self.branching - size)).view(-1, parents, self.branching)
-        rest = above - (groups.sum(dim=-1) - mass[:, last])
-        several = last > torch.arange(parents, device=mass.device) * self.branching
-        return mass.index_copy(1, last, torch.where(several & (rest > 0.1 * above), rest, mass[:, last]))
-
     def _class_prob(self, query: Tensor, leaf: Tensor, exclude: Tensor | None) -> Tensor:
         """P(class | leaf) of all classes of the leaves ``(batch, k)``, shape ``(batch, k, leaf_size)``."""
         classes, inside = self._classes(leaf)
         if exclude is not None:
             inside = inside & (classes != exclude[:, None, None])
-        return _normalise(self._value(query[:, None, None], self.weight[classes]).double(), inside.double())
-
-    def _value(self, query: Tensor, weight: Tensor) -> Tensor:
-        """K(h, w) for vectors that broadcast against each other."""
-        if hasattr(self.kernel, "value"):
-            return self.kernel.value((query * weight).sum(dim=-1))  # pyright: ignore[reportAttributeAccessIssue]
-        return (self.kernel.feature_map(query) * self.kernel.feature_map(weight)).sum(dim=-1)
+        value = kernels.evaluate(self.kernel, query[:, None, None], self.weight[classes])
+        return normalise(value.double(), inside.double())
 
     def _classes(self, leaf: Tensor) -> tuple[Tensor, Tensor]:
         """The classes of leaves, one more dimension of ``leaf_size``, and which of them exist."""
@@ -253,14 +231,7 @@ class KernelTree(Incremental):
 
     def _native(self) -> bool:
         """Whether the native kernels serve: polynomial kernels in float32 on the CPU."""
-        own = type(self.kernel)
-        known = isinstance(self.kernel, kernels.Polynomial) and (own.value, own.feature_map) == (
-            kernels.Polynomial.value,
-            kernels.Polynomial.feature_map,
-        )
-        return (
-            known and ops.native_available() and self.weight.device.type == "cpu" and self.weight.dtype == torch.float
-        )
+        return kernels.is_polynomial(self.kernel) and ops.native_for(self.weight)
 
     def _work(self, draws: int) -> int:
         """Numbers that the reference needs per query: the masses of all nodes, or the weights of the leaves drawn."""
@@ -274,25 +245,3 @@ class KernelTree(Incremental):
             f"leaf_size={self.leaf_size}, branching={self.branching}, ending={self.ending!r}, levels={self.sizes}, "
             f"sums={self.sums.numel() * self.sums.element_size():,} bytes ({ratio:.2f} × the class weights)"
         )
-
-
-def _normalise(mass: Tensor, count: Tensor) -> Tensor:
-    """Masses of the parts of a set, ``(…, parts)``, to probabilities; parts without classes get none."""
-    mass = torch.where(count > 0, mass.clamp(min=0), 0.0)
-    total = mass.sum(dim=-1, keepdim=True)
-    share = count / count.sum(dim=-1, keepdim=True).clamp(min=1)
-    mass = torch.where(total > 0, mass.maximum(FLOOR * total * share), count)
-    return mass / mass.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
-
-
-def _invert(prob: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Invert the distribution function of ``prob (…, parts)`` at ``uniform (…, k)``.
-
-    Returns the parts and how far into them the numbers fall, stretched to [0, 1), both ``(…, k)``.
-    """
-    cumulative = prob.cumsum(dim=-1)
-    mass = uniform * cumulative[..., -1:]
-    part = torch.searchsorted(cumulative, mass, right=True)
-    width = prob.gather(-1, part)
-    rest = (mass - (cumulative.gather(-1, part) - width)) / width
-    return part, rest.clamp(0, 1 - 2**-53)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..checks import positive_int
+from ...checks import positive_int
 from .documents import Documents
 from .files import Advance, ignore, read_lines
 from .ragged import Ragged, RaggedWriter

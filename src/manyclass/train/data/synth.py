@@ -9,8 +9,8 @@ from typing import BinaryIO
 import numpy as np
 import polars as pl
 
+from ...checks import one_of, positive_int
 from ..atomic import replacing
-from ..checks import one_of, positive_int
 from .files import Advance, ignore
 
 SUFFIXES = (".csv", ".tsv", ".parquet", ".jsonl", ".txt")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..checks import one_of, positive_int
+from ...checks import one_of, positive_int
 from .files import Advance, ignore, read_pieces
 from .spool import Spool, save_array
 from .vocabulary import Vocabulary, inverse, numbering, ranking

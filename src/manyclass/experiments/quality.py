@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from . import figures, report, reproduce
-from .atomic import replacing
-from .bench.timing import write_csv
+from .. import report
+from ..bench.timing import write_csv
+from ..train.atomic import replacing
+from ..train.settings import NextItemSettings
+from . import figures, reproduce
 from .reproduce import BLOCKS, FULL, Job
-from .settings import NextItemSettings
 
 #: Settings of `manyclass train next-item` in every run. Settings not named here have their defaults.
 COMMON: dict[str, Any] = {"model": "feed-forward", "batch": 512, "evaluations": 4}

@@ -3,9 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from typer import Argument, Option
+from typing import Annotated, Any, Literal, NamedTuple
 
 PANELS = DATA, MODEL, LAYER, TRAINING, RUN = ("Data", "Model", "Output layer", "Training", "Run")
 #: They do not change what is learned, so a resumed run may have others.
@@ -14,14 +12,25 @@ FREE = ("out", "resume", "threads", "timeout", "checkpoint_every", "tensorboard"
 SCOPED = ("uniform", "log_uniform", "unigram")
 
 
-def _option(panel: str, help: str, *names: str, **more: Any) -> Any:
-    return Option(*names, help=help, rich_help_panel=panel, **more)
+class Shown(NamedTuple):
+    """How the command line shows a setting."""
+
+    #: Heading in ``--help``; None for positional arguments.
+    panel: str | None
+    help: str | None
+    #: Names of the option; the field's name by default.
+    names: tuple[str, ...]
+    #: Further arguments of `typer.Option` or `typer.Argument`, such as ``min``.
+    more: dict[str, Any]
 
 
-def panel(field: "dataclasses.Field[Any]") -> int:
-    """Where in ``--help`` a setting stands."""
-    heading = field.type.__metadata__[0].rich_help_panel  # pyright: ignore
-    return PANELS.index(heading) if heading else -1
+def _option(panel: str, help: str, *names: str, **more: Any) -> Shown:
+    return Shown(panel, help, names, more)
+
+
+def shown(field: "dataclasses.Field[Any]") -> Shown:
+    """How the command line shows a field of some settings."""
+    return field.type.__metadata__[0]  # pyright: ignore
 
 
 SamplerName = Literal[
@@ -142,7 +151,7 @@ class LanguageSettings(Settings):
     text: Annotated[
         list[Path] | None, _option(DATA, "Plain text, UTF-8; several files may follow; .gz, .xz, .bz2 too.")
     ] = None
-    more_text: Annotated[list[Path] | None, Argument(hidden=True, metavar="[FILE]...")] = None
+    more_text: Annotated[list[Path] | None, Shown(None, None, (), {"hidden": True, "metavar": "[FILE]..."})] = None
     corpus: Annotated[
         Literal["python"] | None, _option(DATA, "Instead of --text: the sources of this Python's standard library.")
     ] = None

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...checks import positive_int
 from ..atomic import replacing
-from ..checks import positive_int
 from .columns import Columns
 from .entries import Entries, read_entries
 from .files import Advance, ignore

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from ..clip import clip_grad_norm_
 from . import optimizers as optimisation
 from .atomic import replacing
-from .clip import clip_grad_norm_
 from .data import Vocabulary
 from .data.files import Advance, ignore
 from .evaluation import evaluate
@@ -112,7 +112,7 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
             states = [optimisation.state_by_name(model, optimizer) for optimizer in optimizers]
             run.save(step, model.weights(), {**common, **own, "optimizers": states})
         else:
-            from .distributed import checkpoint
+            from . import checkpoint
 
             own["shard"] = model.head.shard_state()  # pyright: ignore[reportCallIssue]
             checkpoint.save(run, step, model, optimizers, {**common, "progress": own["progress"]}, own)

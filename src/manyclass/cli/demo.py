@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from .. import report
+from ..train.run import Run
+from ..train.settings import LanguageSettings
 from . import console as show
-from . import report
-from .run import Run
-from .settings import LanguageSettings
 
 SAMPLERS = ("full", "unigram", "blocks")
 

@@ -41,7 +41,7 @@ class Processes:
         """Sums over the processes."""
         if self.world == 1:
             return values
-        from .distributed.collectives import summed
+        from ..distributed.collectives import summed
 
         return summed(torch.tensor(values, dtype=torch.float64), self._group(), "sums").tolist()
 
@@ -57,7 +57,7 @@ class Processes:
         except RuntimeError as error:
             if self.world == 1 or not any(word in str(error) for word in NETWORK):
                 raise
-            from .distributed.collectives import together
+            from ..distributed.collectives import together
 
             with together(what, self._group()):
                 raise
@@ -96,7 +96,7 @@ def join(timeout: float) -> Processes:
         store = PrefixStore(f"manyclass/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
     except RuntimeError as error:
-        from .distributed.collectives import LostContactError
+        from ..distributed.collectives import LostContactError
 
         reason = str(error).strip().splitlines()[0]
         raise LostContactError(f"the other processes cannot be reached within {timeout:g} seconds: {reason}") from error

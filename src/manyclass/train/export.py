@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, functional
+from .. import checks, functional
 from .atomic import replacing
 
 FORMATS = ("npy", "faiss", "safetensors")

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .atomic import replacing
-from .report import Run
+from ..report import Run
+from ..train.atomic import replacing
 from .reproduce import BLOCKS, DATASETS, FIXED, FULL, Curve, Point
 
 # Okabe and Ito's colours, told apart by colour-blind people, too.

@@ -5,8 +5,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .head import FullSoftmax
-from .sampled import SampledSoftmax
+from ..head import FullSoftmax
+from ..sampled import SampledSoftmax
 from .settings import Settings
 from .tasks import Batch, Task
 from .tasks.base import IGNORE
@@ -75,7 +75,7 @@ class Model(nn.Module):
 
     def parallelise(self) -> None:
         """Let the processes that train together share the gradients of the trunk."""
-        from .distributed import data_parallel
+        from ..distributed import data_parallel
 
         self._parallel = [data_parallel(self.trunk)]
 
@@ -101,6 +101,6 @@ def _layers(sharded: bool) -> tuple[type[SampledSoftmax], type[FullSoftmax]]:
     """The sampled and the full output layer."""
     if not sharded:
         return SampledSoftmax, FullSoftmax
-    from .distributed.head import ShardedFullSoftmax, ShardedSampledSoftmax
+    from ..distributed.head import ShardedFullSoftmax, ShardedSampledSoftmax
 
     return ShardedSampledSoftmax, ShardedFullSoftmax

@@ -125,7 +125,7 @@ class Run:
         folder = found[-1]
         try:
             if (folder / ".metadata").exists():
-                from .distributed import checkpoint
+                from . import checkpoint
 
                 return checkpoint.load(folder, head, part)
             weights = load_file(folder / "model.safetensors")
@@ -133,7 +133,7 @@ class Run:
         except Exception as error:  # a broken pickle can raise anything
             raise ValueError(f"the checkpoint {folder} is broken: {f'{error} '.splitlines()[0]}") from error
         if head is not None:
-            from .distributed import checkpoint
+            from . import checkpoint
 
             rest["optimizers"] = checkpoint.cut_optimizers(rest["optimizers"], head)
             rest["state"], rest["random"] = checkpoint.cut_state(rest["state"], part), None

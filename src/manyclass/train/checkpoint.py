@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import save as write
 
-from ..optimizers import state_by_name
-from ..run import Run
-from . import collectives, state
+from ..distributed import collectives, state
+from .optimizers import state_by_name
+from .run import Run
 
 WEIGHTS, OPTIMIZERS, COMMON, RANK, STATE = "weights/", "optimizers/", "common", "rank/", "state/"
 

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..samplers import Blocks
 from .model import Model
 from .processes import Processes
-from .samplers import Blocks
 from .tasks import Task
 from .tasks.base import IGNORE, own_part
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .atomic import replacing
-from .bench.timing import write_csv
-from .data.synth import synthesise
-from .run import Metrics
+from ..bench.timing import write_csv
+from ..train.atomic import replacing
+from ..train.data.synth import synthesise
+from ..train.run import Metrics
 
 FULL = "full"
 SAMPLERS = ("uniform", "unigram", "bigram", "quadratic", "quartic", "softmax")

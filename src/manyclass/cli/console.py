@@ -19,11 +19,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from . import training
-from .processes import Processes, launched
-from .run import Metrics
-from .settings import Settings
-from .tasks import Task
+from ..train import training
+from ..train.processes import Processes, launched
+from ..train.run import Metrics
+from ..train.settings import Settings
+from ..train.tasks import Task
 
 
 def start(threads: int | None, processes: Processes | None = None) -> Console:

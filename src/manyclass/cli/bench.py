@@ -1,0 +1,94 @@
+"""`manyclass bench`: one command for each measurement."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import Out, Seed, Threads, start
+
+app = typer.Typer(help="Measure speed: alternatives side by side in one run, as ratios.", no_args_is_help=True)
+
+
+@app.command()
+def bias(
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Text files to train on; default: the Python standard library's sources.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of the language model.")] = 400,
+    epochs: Annotated[float, typer.Option(min=0.0, help="Epochs of the recommender, on synthetic sessions.")] = 6.0,
+    out: Out = Path("out"),
+    seed: Annotated[int, typer.Option(help="Seed of the data, the weights and the order of batches.")] = 0,
+    threads: Threads = None,
+) -> None:
+    """Error of every sampler on two trained models, against what it costs. About 20 minutes."""
+    from ..bench import bias
+
+    bias.run(out, start(out, threads), text, steps, epochs, seed)
+
+
+@app.command()
+def distributed(
+    classes: Annotated[int, typer.Option(min=64, help="Classes of all processes together.")] = 1_000_000,
+    processes: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable; default: 1, 2 and 4.")] = None,
+    out: Out = Path("out"),
+) -> None:
+    """Steps of the sharded layer on some processes: time, bytes exchanged, memory; and on paper for 64 machines."""
+    from ..bench import distributed
+
+    distributed.run(out, start(out, None), classes, processes or [1, 2, 4])
+
+
+@app.command()
+def draws(out: Out = Path("out"), threads: Threads = None) -> None:
+    """Draws from class counts: the native alias kernel against its reference and against torch."""
+    from ..bench import draws
+
+    draws.run(out, start(out, threads))
+
+
+@app.command()
+def stalls(
+    classes: Annotated[int, typer.Option(min=1000, help="Number of classes.")] = 5_000_000,
+    steps: Annotated[int, typer.Option(min=2, help="Timed steps, spread over the growth of a tree.")] = 300,
+    out: Out = Path("out"),
+    threads: Threads = None,
+) -> None:
+    """The slowest training step of blocks, while it replaces its tree. About 3 minutes."""
+    from ..bench import stalls
+
+    stalls.run(out, start(out, threads), classes, steps)
+
+
+@app.command()
+def retrieval(
+    classes: Annotated[
+        list[int] | None, typer.Option(min=2000, help="Repeatable; default: 100,000 and 1,000,000.")
+    ] = None,
+    features: Annotated[int, typer.Option(min=1, help="Size of the class embeddings.")] = 64,
+    queries: Annotated[int, typer.Option(min=1, help="Queries in one call.")] = 1000,
+    out: Out = Path("out"),
+    seed: Seed = 0,
+    threads: Threads = None,
+) -> None:
+    """Recall against time per query: the tree that training leaves, exact search, and faiss."""
+    from ..bench import retrieval
+
+    console = start(out, threads)
+    retrieval.run(out, console, classes or [100_000, 1_000_000], features, queries, seed)
+
+
+@app.command()
+def step(out: Out = Path("out"), threads: Threads = None) -> None:
+    """Whole training steps of every output layer from 10⁴ to 8·10⁶ classes, and a profile. About 10 minutes."""
+    from ..bench import step
+
+    step.run(out, start(out, threads))
+
+
+@app.command()
+def tree(out: Out = Path("out"), threads: Threads = None) -> None:
+    """The kernel tree against dense kernel sampling, uniform sampling and the full softmax. About 5 minutes."""
+    from ..bench import tree
+
+    tree.run(out, start(out, threads))

@@ -1,0 +1,97 @@
+"""`manyclass reproduce`: the paper's figures, and the comparison of complete trainings."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from .options import Out, start
+
+app = typer.Typer(help="The paper's experiments, each figure with one command.", no_args_is_help=True)
+
+DatasetNames = Annotated[
+    list[str] | None,
+    typer.Option(metavar="ptb|beauty|diginetica|synth", help="Repeatable; default: all. synth is made on the spot."),
+]
+Data = Annotated[
+    Path | None,
+    typer.Option(help="Folder with the data sets but synth, one folder each: docs/reproduction.md says where from."),
+]
+PresetName = Annotated[
+    Literal["quick", "paper"], typer.Option(help="quick: under 90 minutes on 2 cores for everything; paper: days.")
+]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Runs at a time, of one thread each; default: one per core.")]
+
+
+def _reproduce_command(figure: str, help: str) -> None:
+    """Make ``manyclass reproduce FIGURE``."""
+
+    def command(
+        data: Data = None,
+        dataset: DatasetNames = None,
+        preset: PresetName = "quick",
+        out: Out = Path("out/reproduce"),
+        jobs: Jobs = None,
+    ) -> None:
+        from .. import checks
+        from ..experiments import figures
+        from ..experiments import reproduce as experiments
+
+        console = start(out, None)
+        known = tuple(experiments.DATASETS)
+        names = [checks.one_of("--dataset", name, known) for name in dataset or known]
+        curves = experiments.sweep(names, preset, data, out / preset, jobs or os.cpu_count() or 1, console)
+        experiments.write(curves, out / "reproduce.csv")
+        for file in figures.draw(figure, curves, out, experiments.PRESETS[preset].note):
+            console.print(str(file), soft_wrap=True)
+
+    app.command(figure, help=f"{help} All figures are drawn from the same runs; what is trained is not trained again.")(
+        command
+    )
+
+
+_reproduce_command("bias", "Final quality against the number of negatives, for every sampler (Figure 2).")
+_reproduce_command(
+    "samples", "Convergence for varying numbers of negatives, against epochs and time (Figures 3, 5, 6)."
+)
+_reproduce_command(
+    "distributions", "Convergence of the samplers at fixed numbers, against epochs and time (Figures 4, 7)."
+)
+
+
+@app.command()
+def quality(
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with the data sets, one folder each; not needed for finished runs.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the runs, the table and the figure.")] = Path("out/quality"),
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each sampler, with the seeds 0, 1, …")] = 3,
+    jobs: Jobs = None,
+    datasets: Annotated[
+        list[str] | None, typer.Option(metavar="diginetica|beauty", help="Repeatable; default: both.")
+    ] = None,
+    optimizers: Annotated[
+        list[str] | None, typer.Option(metavar="adagrad|adam", help="Repeatable; default: both.")
+    ] = None,
+    only_report: Annotated[
+        bool, typer.Option("--only-report", help="Train nothing; report the finished runs.")
+    ] = False,
+) -> None:
+    """Train to the end with the full softmax, blocks and a uniform pool, and compare loss, Recall@20 and time.
+
+    Takes hours. Give the same command again to resume: finished runs in OUT/runs are not trained again.
+    """
+    from .. import checks
+    from ..experiments import quality as comparison
+
+    console = start(out, None)
+    names = [checks.one_of("--datasets", name, tuple(comparison.DATASETS)) for name in datasets or comparison.DATASETS]
+    chosen = [
+        checks.one_of("--optimizers", name, tuple(comparison.OPTIMIZERS))
+        for name in optimizers or comparison.OPTIMIZERS
+    ]
+    if not only_report:
+        wanted = comparison.trials(names, chosen, seeds)
+        comparison.sweep(wanted, data, out, jobs or os.cpu_count() or 1, console)
+    comparison.summarise(names, chosen, seeds, out, console)

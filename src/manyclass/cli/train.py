@@ -1,0 +1,82 @@
+"""`manyclass train`: one command for each task, with its settings as options."""
+
+import dataclasses
+import inspect
+import math
+from typing import Annotated, Any
+
+import typer
+
+from ..train.settings import PANELS, ClassifySettings, LanguageSettings, NextItemSettings, Settings, shown
+
+app = typer.Typer(help="Train a model from your files; the run's folder holds all of it.", no_args_is_help=True)
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(loss):.1f}" if loss < 50 else "beyond all bounds"
+
+
+def _place(field: "dataclasses.Field[Any]") -> int:
+    """Where in ``--help`` a setting stands."""
+    heading = shown(field).panel
+    return PANELS.index(heading) if heading else -1
+
+
+def _annotation(field: "dataclasses.Field[Any]") -> Any:
+    """The type of a setting, and its option or argument."""
+    how = shown(field)
+    if how.panel is None:
+        option = typer.Argument(help=how.help, **how.more)
+    else:
+        option = typer.Option(*how.names, help=how.help, rich_help_panel=how.panel, **how.more)
+    return Annotated[field.type.__origin__, option]  # pyright: ignore
+
+
+def _train_command(name: str, kind: type[Settings]) -> None:
+    """Make ``manyclass train NAME``: every field of its settings is an option."""
+
+    def command(**options: Any) -> None:
+        from ..train import processes
+        from . import console as show
+
+        settings = kind(**options)
+        settings.resume = settings.resume or processes.restarted()
+        joined = processes.join(settings.timeout)
+        console = show.start(settings.threads, joined)
+        task = show.prepare(name, settings, console, joined)
+        console.print(
+            f"{task.num_classes:,} classes; {task.train_examples:,} training and {task.heldout_examples:,} held-out "
+            f"examples; {task.steps_per_epoch:,} steps per epoch",
+            soft_wrap=True,
+        )
+        with show.progress_bars(console) as progress:
+            rows, stopped = show.train(task, progress, settings.sampler)
+        last = rows[-1]
+        perplexity = f", perplexity {_perplexity(last.heldout_loss)}" if name == "lm" else ""
+        console.print(
+            f"evaluated at step {last.step}: held-out loss {last.heldout_loss:.4f} nats{perplexity}", soft_wrap=True
+        )
+        if stopped:
+            console.print("stopped; give the same command with --resume to go on")
+            raise typer.Exit(130)
+        console.print(f"next: manyclass evaluate {settings.out}  or  manyclass predict {settings.out}", soft_wrap=True)
+
+    fields = sorted(dataclasses.fields(kind), key=_place)
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=_annotation(field),
+            default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
+        )
+        for field in fields
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__doc__ = kind.__doc__
+    app.command(name)(command)
+
+
+_train_command("lm", LanguageSettings)
+_train_command("next-item", NextItemSettings)
+_train_command("classify", ClassifySettings)

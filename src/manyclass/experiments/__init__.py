@@ -1,0 +1,1 @@
+"""Sweeps of `manyclass train`: the paper's experiments, and complete trainings compared."""

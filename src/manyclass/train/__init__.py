@@ -1,0 +1,6 @@
+"""The application's training: from files to a run's folder, and back to a model."""
+
+from .run import Run
+from .training import load
+
+__all__ = ["Run", "load"]
