@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyclass import SampledSoftmax, ops, samplers
-from manyclass.samplers import Blocks, Draw, bisection, blocks, partition, pool, search
+from manyclass.samplers import Blocks, Draw, bisection, blocks, line, partition, pool, search
 
 N, D = 300, 4
 
@@ -365,7 +365,7 @@ def test_no_slice_reads_more_rows_than_a_slice(monkeypatch):
 
 
 def test_touched_blocks_wait_in_line(monkeypatch):
-    monkeypatch.setattr(blocks, "REFRESH", 8)
+    monkeypatch.setattr(line, "REFRESH", 8)
     sampler, weight = Blocks(N, D, block_size=4), weights()
     sampler.update(weight)
     tree = sampler.partition
@@ -374,10 +374,10 @@ def test_touched_blocks_wait_in_line(monkeypatch):
     touched = tree.block_of[rows].long().unique()
     assert len(touched) > 14
     sampler.update(weight, rows)
-    assert int(sampler.line_length) == len(touched) - 7  # one of eight is swept
+    assert int(sampler.line.length) == len(touched) - 7  # one of eight is swept
     for _ in range(2):
         sampler.update(weight, rows[:0])
-    assert int(sampler.line_length) == max(0, len(touched) - 21)
+    assert int(sampler.line.length) == max(0, len(touched) - 21)
     leaves = tree.firsts[-1]
     changed = (tree.mean[leaves:] != before[leaves:]).any(1).nonzero().flatten()
     assert set(changed.tolist()) <= set(touched.tolist())
@@ -404,7 +404,7 @@ def test_a_sweep_finds_what_changed_unseen():
 
 
 def test_staleness_is_the_age_of_summaries(monkeypatch):
-    monkeypatch.setattr(blocks, "REFRESH", 8)
+    monkeypatch.setattr(line, "REFRESH", 8)
     sampler, weight = Blocks(N, D, block_size=4), weights()
     sampler.update(weight)
     for _ in range(4):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from manyclass import SampledSoftmax, kernels, refresh
-from manyclass.samplers import KernelTree, blocks, partition
+from manyclass.samplers import KernelTree, line, partition
 
 
 def layer(n=60, d=6, **options):
@@ -77,7 +77,7 @@ def test_unseen_changes_are_found_in_the_end(monkeypatch):
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize("kind", ["tree", "blocks", "tolerance"])
 def test_a_loaded_checkpoint_goes_on_as_if_never_stopped(kind, sparse, tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "REFRESH", 16)  # so that blocks wait in line when the checkpoint is written, …
+    monkeypatch.setattr(line, "REFRESH", 16)  # so that blocks wait in line when the checkpoint is written, …
     monkeypatch.setattr(partition, "SLICE", 64)  # … and a tree is half grown
 
     def model_of():
@@ -95,7 +95,7 @@ def test_a_loaded_checkpoint_goes_on_as_if_never_stopped(kind, sparse, tmp_path,
     optimizer = optimizer_of(whole)
     steps(whole, optimizer, 17, seed=1)
     if kind != "tree":
-        assert whole.sampler.line_length > 0
+        assert whole.sampler.line.length > 0
         assert whole.sampler.growing.grown > 0
     torch.save([whole.state_dict(), optimizer.state_dict()], tmp_path / "checkpoint.pt")
     steps(whole, optimizer, 40, seed=2)
@@ -123,7 +123,7 @@ def test_new_weights_without_the_rest_of_a_checkpoint_refresh_all():
 @pytest.mark.parametrize("kind", ["tree", "blocks"])
 def test_rows_wait_until_the_weights_change(kind, monkeypatch):
     """Several batches before one step of the optimiser: all their rows are refreshed after it, none before."""
-    monkeypatch.setattr(blocks, "SWEEP", 1 << 20)  # what a sweep would find does not count
+    monkeypatch.setattr(line, "SWEEP", 1 << 20)  # what a sweep would find does not count
     model = layer() if kind == "tree" else SampledSoftmax(6, 60, "blocks", 8, own=4, probe=2, block_size=2)
     seen = []
     update = model.sampler.update

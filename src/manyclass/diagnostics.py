@@ -41,6 +41,19 @@ class Measured(NamedTuple):
     #: Relative error of the gradient by the query.
     gradient: Tensor
 
+    def diagnostics(self, own: int, pool: int, stale_steps: float, sampling_share: float) -> Diagnostics:
+        """Summarise."""
+        return Diagnostics(
+            own=own,
+            pool=pool,
+            bias=float(self.difference.mean()),
+            bias_error=standard_error(self.difference),
+            error=float(self.difference.square().mean().sqrt()),
+            gradient_error=float(self.gradient.square().mean().sqrt()),
+            stale_steps=stale_steps,
+            sampling_share=sampling_share,
+        )
+
 
 class Monitor:
     """The last batch, which `diagnostics` measures on, and the part of a step's time that goes into sampling."""

@@ -27,3 +27,8 @@ def before_loading(layer: Any, state_dict: dict[str, Any], prefix: str, *rest: A
         state_dict.update(own)
         state_dict[f"{prefix}_extra_state"] = ALL_ROWS
     state_dict.setdefault(f"{prefix}_extra_state", ALL_ROWS)
+
+
+def after_loading(layer: Any, incompatible: Any) -> None:
+    """Go on with the number of negatives of the checkpoint."""
+    layer.budget.after_loading(layer.sampler)

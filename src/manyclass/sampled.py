@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from . import checks, fused, samplers
 from .budget import Budget
-from .diagnostics import DRAWS, MEASURED, Diagnostics, Measured, Monitor, measure, standard_error
+from .diagnostics import DRAWS, MEASURED, Diagnostics, Measured, Monitor, measure
 from .head import Head, full_precision
-from .loading import before_loading
+from .loading import after_loading, before_loading
 from .refresh import ALL_ROWS, Follower
 from .shard import Shard
 
@@ -98,19 +98,8 @@ class SampledSoftmax(Head):
             dtype=dtype,
             shard=shard,
         )
-        held = self.shard.last - self.shard.first
-        if isinstance(sampler, str) or (isinstance(sampler, type) and issubclass(sampler, samplers.Sampler)):
-            part = self.shard.part() if self.shard.ranks > 1 else None
-            options = {"prediction": prediction, "bias": bias, "part": part, **sampler_options}
-            sampler = samplers.create(sampler, num_classes, in_features, **options)
-        elif not isinstance(sampler, samplers.Sampler):
-            raise TypeError(f"sampler must be a name or a manyclass.samplers.Sampler, got {sampler!r}")
-        elif sampler_options:
-            raise TypeError(
-                f"unknown arguments {', '.join(sampler_options)}: options belong to samplers given by name or class"
-            )
-        elif not sampler.adaptive and sampler.num_classes != held:
-            raise ValueError(f"sampler is for {sampler.num_classes} classes, but num_classes is {held}")
+        options = {"prediction": prediction, "bias": bias, **sampler_options}
+        sampler = samplers.resolve(sampler, num_classes, in_features, self.shard.part(), **options)
         device = self.weight.device
         self.sampler = sampler.to(device)
         self.budget = Budget(sampler, num_samples, tolerance, self.shard.ranks).to(device)
@@ -119,7 +108,7 @@ class SampledSoftmax(Head):
         self.follower = Follower(self._tracked)
         self.monitor = Monitor()
         self.register_load_state_dict_pre_hook(before_loading)
-        self.register_load_state_dict_post_hook(_after_loading)
+        self.register_load_state_dict_post_hook(after_loading)
 
     @property
     def num_samples(self) -> int:
@@ -155,12 +144,7 @@ class SampledSoftmax(Head):
             self.budget.adapt(self.sampler, self._measure, step + 1, batch, self.num_classes)
 
     def _sampled_losses(
-        self,
-        query: Tensor,
-        target: Tensor,
-        context: Tensor | None,
-        generator: torch.Generator | None,
-        observe: bool,
+        self, query: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None, observe: bool
     ) -> Tensor:
         """Losses ``(batch,)`` with negatives that are drawn now."""
         examples = self.shard.gather(query, target, context)
@@ -229,15 +213,10 @@ class SampledSoftmax(Head):
         checks.positive_int("examples", examples)
         if not self.shard.total(self.monitor.size()):
             raise ValueError("diagnostics need a training step with at least one target before them")
-        found = self._measure(examples, DRAWS)
         own, pool = self.sampler.numbers(self.num_samples)
-        return Diagnostics(
+        return self._measure(examples, DRAWS).diagnostics(
             own=self.shard.total(own) if pool else own,
             pool=min(pool, self.num_classes),
-            bias=float(found.difference.mean()),
-            bias_error=standard_error(found.difference),
-            error=float(found.difference.square().mean().sqrt()),
-            gradient_error=float(found.gradient.square().mean().sqrt()),
             stale_steps=self.follower.behind + self.sampler.staleness(),
             sampling_share=self.monitor.share,
         )
@@ -269,7 +248,3 @@ class SampledSoftmax(Head):
     def set_extra_state(self, state: Tensor) -> None:
         """Take over the rows of `get_extra_state`."""
         self.follower.load_state(ALL_ROWS if self.sampler.derived else state, self.weight.device)
-
-
-def _after_loading(layer: SampledSoftmax, incompatible: Any) -> None:
-    layer.budget.after_loading(layer.sampler)

@@ -60,6 +60,25 @@ def names() -> tuple[str, ...]:
     return tuple(_NAMES)
 
 
+def resolve(
+    sampler: str | type[Sampler] | Sampler, num_classes: int, in_features: int, part: Part, **options: Any
+) -> Sampler:
+    """Make the sampler of a layer that holds ``part`` of the classes; or check the one that was made already."""
+    if isinstance(sampler, str) or (isinstance(sampler, type) and issubclass(sampler, Sampler)):
+        whole = part.shards == 1
+        return create(sampler, num_classes, in_features, part=None if whole else part, **options)
+    if not isinstance(sampler, Sampler):
+        raise TypeError(f"sampler must be a name or a manyclass.samplers.Sampler, got {sampler!r}")
+    held = part.last - part.first
+    if unknown := options.keys() - {"prediction", "bias"}:
+        raise TypeError(
+            f"unknown arguments {', '.join(sorted(unknown))}: options belong to samplers given by name or class"
+        )
+    if not sampler.adaptive and sampler.num_classes != held:
+        raise ValueError(f"sampler is for {sampler.num_classes} classes, but num_classes is {held}")
+    return sampler
+
+
 def create(
     sampler: str | type[Sampler],
     num_classes: int,

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import checks, functional
 from .base import Incremental, Sampler
 from .draw import Best, Draw, Part
+from .line import Line
 from .partition import Partition
 from .pool import pool_draw
 from .search import Index, best_classes, log_mass, own_draw
@@ -17,9 +18,6 @@ from .search import Index, best_classes, log_mass, own_draw
 # Recent queries that the pool's shares follow, and how many each step adds.
 RECENT = 64
 NEW = 16
-# Blocks that an update summarises, and the part of them that a sweep takes in turn; the others were touched.
-REFRESH = 512
-SWEEP = 8
 # A new tree is begun after so many updates, and each later one when a quarter more have passed: embeddings move most at
 # the start.
 REBUILD = 10
@@ -59,11 +57,6 @@ class Blocks(Incremental):
     recent_cutoff: Tensor
     recent_log_total: Tensor
     updates: Tensor
-    line: Tensor
-    waits: Tensor
-    line_start: Tensor
-    line_length: Tensor
-    swept: Tensor
     rebuild_at: Tensor
 
     def __init__(
@@ -84,17 +77,11 @@ class Blocks(Incremental):
         self.prediction = checks.one_of("prediction", prediction, functional.PREDICTIONS)
         self.partition = Partition(num_classes, self.columns, block_size)
         self.growing = Partition(num_classes, self.columns, block_size)
-        blocks = self.partition.blocks
         self.register_buffer("recent", torch.zeros(RECENT, self.columns))
         self.register_buffer("recent_cutoff", torch.zeros(RECENT))
         self.register_buffer("recent_log_total", torch.full((RECENT,), math.inf))
         self.register_buffer("updates", torch.zeros((), dtype=torch.long))
-        # Touched blocks wait in line, each once.
-        self.register_buffer("line", torch.zeros(blocks, dtype=torch.long))
-        self.register_buffer("waits", torch.zeros(blocks, dtype=torch.bool))
-        self.register_buffer("line_start", torch.zeros((), dtype=torch.long))
-        self.register_buffer("line_length", torch.zeros((), dtype=torch.long))
-        self.register_buffer("swept", torch.zeros((), dtype=torch.long))
+        self.line = Line(self.partition.blocks)
         self.register_buffer("rebuild_at", torch.tensor(REBUILD))
         self._tables: tuple[Tensor, Tensor | None] | None = None
 
@@ -121,9 +108,8 @@ class Blocks(Incremental):
             self._swap()
         else:
             rows = checks.indices("rows", rows, self.num_classes)
-            if self.partition.blocks > REFRESH:
-                self._enqueue(rows)
-            self._refresh(self._due())
+            self.line.join(self.partition.block_of[rows].long())
+            self._refresh(self.line.due())
             if int(self.growing.grown) or int(self.updates) > int(self.rebuild_at):
                 self._grow_some()
 
@@ -150,8 +136,7 @@ class Blocks(Incremental):
         self.partition, self.growing = self.growing, self.partition
         self.growing.grown.zero_()
         self.rebuild_at.copy_((self.updates + self.updates // 4).clamp(min=REBUILD))
-        for buffer in (self.waits, self.line_length, self.swept):
-            buffer.zero_()
+        self.line.clear()
 
     def observe(self, query: Tensor) -> None:
         """Let some of these queries replace the oldest of the recent ones, which the pool's shares follow."""
@@ -162,29 +147,6 @@ class Blocks(Incremental):
         place = (int(self.updates) * NEW + torch.arange(len(query), device=query.device)) % RECENT
         self.recent[place], self.recent_cutoff[place] = query, found.cutoff
         self.recent_log_total[place] = found.log_total
-
-    def _enqueue(self, rows: Tensor) -> None:
-        """Let the blocks of ``rows`` wait for a refresh, at the end of the line."""
-        blocks = self.partition.block_of[rows].long()
-        blocks = blocks[(blocks >= 0) & ~self.waits[blocks]].unique()
-        place = (int(self.line_start) + int(self.line_length) + torch.arange(len(blocks))) % len(self.line)
-        self.line[place.to(blocks.device)] = blocks
-        self.waits[blocks] = True
-        self.line_length += len(blocks)
-
-    def _due(self) -> Tensor:
-        """Blocks to refresh now: from the front of the line, and some in turn, since rows may change unseen."""
-        device, blocks = self.line.device, self.partition.blocks
-        if blocks <= REFRESH:
-            return torch.arange(blocks, device=device)
-        waiting = min(int(self.line_length), REFRESH - REFRESH // SWEEP)
-        due = self.line[(int(self.line_start) + torch.arange(waiting, device=device)) % blocks]
-        self.waits[due] = False
-        self.line_start.add_(waiting).remainder_(blocks)
-        self.line_length -= waiting
-        swept = (int(self.swept) + torch.arange(REFRESH - waiting, device=device)) % blocks
-        self.swept.add_(REFRESH - waiting).remainder_(blocks)
-        return torch.cat([due, swept]).unique()  # each once: threads share them out
 
     def _refresh(self, blocks: Tensor) -> None:
         assert self._tables is not None
