@@ -109,15 +109,20 @@ class SampledSoftmax(nn.Module):
         self.num_classes = checks.positive_int("num_classes", num_classes, 2)
         if num_samples is not None and tolerance is not None:
             raise ValueError(f"give num_samples={num_samples} or tolerance={tolerance}, not both")
-        if tolerance is not None and not 0 < tolerance < math.inf:
+        if tolerance is not None and not checks.number("tolerance", tolerance) > 0:
             raise ValueError(f"tolerance must be positive, in nats, got {tolerance}")
         self.tolerance = tolerance
         checks.one_of("prediction", prediction, functional.PREDICTIONS)
         checks.one_of("reduction", reduction, functional.REDUCTIONS)
         self.prediction = prediction
-        self.sparse = sparse
+        self.sparse = checks.boolean("sparse", sparse)
+        checks.boolean("bias", bias)
         self.reduction = reduction
-        self.ignore_index = ignore_index
+        self.ignore_index = checks.integer("ignore_index", ignore_index)
+        if dtype is not None and dtype not in checks.FLOATING:
+            raise TypeError(f"dtype must be a floating point dtype of 16, 32 or 64 bits, got {dtype!r}")
+        if embedding is not None and not isinstance(embedding, nn.Embedding):
+            raise TypeError(f"embedding must be an nn.Embedding or None, got {embedding!r}")
 
         # The parameters belong to nn.Embedding modules: DistributedDataParallel expects sparse gradients only there.
         def parameters(columns: int) -> nn.Embedding:
