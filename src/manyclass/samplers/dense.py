@@ -46,11 +46,7 @@ class Dense(Sampler):
 
     def update(self, weight: Tensor, rows: Tensor | None = None, *, bias: Tensor | None = None) -> None:
         """Copy the class weights, all of them or only ``rows``."""
-        checks.floating("weight", weight)
-        if weight.dim() != 2 or weight.numel() == 0:
-            raise ValueError(f"weight must have shape (num_classes, in_features), got {tuple(weight.shape)}")
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias must have shape ({len(weight)},), got {tuple(bias.shape)}")
+        checks.tables(weight, bias)
         pairs = [("weight", weight.detach()), ("bias", weight.new_zeros(0) if bias is None else bias.detach())]
         for name, new in pairs:
             old = getattr(self, name)
@@ -64,10 +60,10 @@ class Dense(Sampler):
                 old[checked] = new[checked]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:  # pyright: ignore
-        # The shape is only known once weights were seen: take over that of the checkpoint.
+        # The shape and the dtype are only known once weights were seen: take over those of the checkpoint.
         for name in ("weight", "bias"):
             if prefix + name in state_dict:
-                setattr(self, name, getattr(self, name).new_empty(state_dict[prefix + name].shape))
+                setattr(self, name, torch.empty_like(state_dict[prefix + name], device=getattr(self, name).device))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _flatten(self, query, exclude, context):
