@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench asan clean
+.PHONY: demo test lint bench asan fuzz clean
 
 demo: .venv/ready
 	$(BIN)/manyclass demo
@@ -36,13 +36,25 @@ bench: .venv/ready
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation --editable '.[cli]'
 	touch $@
 
-# The native kernels under the address sanitizer, on the tests that reach them.
-asan: .venv/ready
+# The native kernels under the address and the undefined behaviour sanitizer, on the tests that reach them, …
+SANITIZERS := -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -fno-sanitize=vptr -fno-omit-frame-pointer
+SANITIZED := LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so)" \
+  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 MANYCLASS_NATIVE=build/asan/_native.so $(BIN)/python
+
+asan: build/asan/_native.so
+	$(SANITIZED) -m pytest tests/test_blocks.py tests/test_fused.py tests/test_native.py tests/test_samplers.py tests/test_tree.py
+
+# … and under random calls of the native operations and of the Python interface.
+fuzz: build/asan/_native.so
+	$(SANITIZED) tests/fuzz.py --calls $(CALLS) --seed $(SEED)
+
+CALLS ?= 20000
+SEED ?= 0
+
+build/asan/_native.so: .venv/ready CMakeLists.txt $(wildcard csrc/*)
 	cmake -S . -B build/asan -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_BUILD_TYPE=Debug \
-	  -DCMAKE_CXX_FLAGS="-fsanitize=address -fno-omit-frame-pointer"
+	  -DCMAKE_CXX_FLAGS="$(SANITIZERS)"
 	cmake --build build/asan
-	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-	  MANYCLASS_NATIVE=build/asan/_native.so $(BIN)/python -m pytest tests/test_blocks.py tests/test_fused.py tests/test_tree.py tests/test_samplers.py
 
 clean:
 	rm -rf .venv build out

@@ -21,8 +21,10 @@ Tensor alias_draw(const Tensor& threshold, const Tensor& alias, const Tensor& st
   check(length, ScalarType::Long, 1, "alias_draw", "length");
   check(uniform, ScalarType::Double, 2, "alias_draw", "uniform");
   const int64_t batch = uniform.size(0), draws = uniform.size(1), cells = threshold.numel();
-  STD_TORCH_CHECK(alias.numel() == cells, "alias_draw: threshold and alias differ in length");
-  STD_TORCH_CHECK(start.numel() == batch && length.numel() == batch, "alias_draw: start, length and uniform differ in length");
+  require(alias.numel() == cells, "alias_draw: threshold and alias must have the same length");
+  require(start.numel() == batch && length.numel() == batch,
+          "alias_draw: start and length must have one entry per row of uniform");
+  check_uniform(uniform, "alias_draw");
 
   Tensor result = torch::stable::new_empty(uniform, {batch, draws}, ScalarType::Long);
   const auto* threshold_data = threshold.const_data_ptr<double>();
@@ -32,8 +34,9 @@ Tensor alias_draw(const Tensor& threshold, const Tensor& alias, const Tensor& st
   const auto* uniform_data = uniform.const_data_ptr<double>();
   auto* result_data = result.mutable_data_ptr<int64_t>();
   for (int64_t row = 0; row < batch; ++row) {
-    STD_TORCH_CHECK(start_data[row] >= 0 && length_data[row] >= 1 && start_data[row] <= cells - length_data[row],
-                    "alias_draw: row ", row, " names cells outside of the table");
+    require(start_data[row] >= 0 && length_data[row] >= 1 && start_data[row] <= cells - length_data[row],
+            "alias_draw: start and length must name cells of the table, of which there are ", cells, "; row ", row,
+            " does not");
   }
 
   const int64_t grain = std::max<int64_t>(1, 4096 / std::max<int64_t>(1, draws));
@@ -42,7 +45,7 @@ Tensor alias_draw(const Tensor& threshold, const Tensor& alias, const Tensor& st
       const int64_t first = start_data[row], size = length_data[row];
       for (int64_t draw = row * draws; draw < (row + 1) * draws; ++draw) {
         const double scaled = uniform_data[draw] * static_cast<double>(size);
-        const int64_t column = std::clamp<int64_t>(static_cast<int64_t>(scaled), 0, size - 1);
+        const int64_t column = std::min<int64_t>(static_cast<int64_t>(scaled), size - 1);
         const int64_t cell = first + column;
         const bool keep = scaled - static_cast<double>(column) < threshold_data[cell];
         result_data[draw] = keep ? cell : alias_data[cell];

@@ -45,15 +45,27 @@ inline int64_t node_border(const Layout& layout, int64_t nodes, int64_t node) {
   return layout.border(node * (layout.blocks / nodes));
 }
 
+inline void check_sizes(const Layout& layout, const char* op) {
+  check_range<int64_t>(layout.classes, 1, kMostClasses, op, "classes");
+  check_range<int64_t>(layout.outliers, 0, layout.classes - 1, op, "outliers");
+  check_range<int64_t>(layout.blocks, 1, layout.classes - layout.outliers, op, "blocks");
+}
+
+// The tree of sums over the blocks, (2 · blocks,): that of the root stands for all.
+inline void check_sums(const Tensor& sums, const char* op) {
+  check(sums, ScalarType::Double, 1, op, "sums");
+  const int64_t blocks = sums.numel() / 2;
+  require(blocks > 0 && sums.numel() == 2 * blocks && (blocks & (blocks - 1)) == 0, op,
+          ": sums must hold twice a power of two, got ", sums.numel());
+}
+
 inline void check_layout(const Layout& layout, int64_t top, int64_t nodes, const char* op) {
-  STD_TORCH_CHECK(layout.classes < (int64_t{1} << 31), op, ": there must be fewer than 2^31 classes");
-  STD_TORCH_CHECK(layout.blocks > 0 && layout.outliers >= 0 && layout.blocks + layout.outliers <= layout.classes, op,
-                  ": every block needs a class");
-  STD_TORCH_CHECK(top > 0 && top <= layout.blocks, op, ": top must be in [1, blocks], got ", top);
+  check_sizes(layout, op);
+  check_range<int64_t>(top, 1, layout.blocks, op, "top");
   int64_t width = layout.blocks, total = layout.blocks;
   while (width > top && width % kBranching == 0) total += width /= kBranching;
-  STD_TORCH_CHECK(width == top, op, ": blocks must be top times a power of ", kBranching);
-  STD_TORCH_CHECK(nodes == total, op, ": the tree must have ", total, " nodes, got ", nodes);
+  require(width == top, op, ": blocks must be top times a power of ", kBranching);
+  require(nodes == total, op, ": mean must have one row per node of the tree, ", total, ", got ", nodes);
 }
 
 // The share of the pool that the blocks `first` … `first + width − 1`, all below `node` of the tree of sums, draw: `uniform`

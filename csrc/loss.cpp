@@ -20,12 +20,6 @@ using namespace manyclass;
 // The log of a sum of nothing: finite, so that its slopes, zero, can be multiplied with.
 constexpr float kNothing = -1e30f;
 
-void check_classes(const Tensor& classes, int64_t least, int64_t limit, const char* op) {
-  const auto* data = classes.const_data_ptr<int64_t>();
-  const bool inside = std::all_of(data, data + classes.numel(), [&](int64_t id) { return least <= id && id < limit; });
-  STD_TORCH_CHECK(inside, op, ": classes must be in [", least, ", ", limit, ")");
-}
-
 // The loss of examples with negatives of their own and a pool that they share.
 // logits: (batch, pool), those of the pool, replaced by the derivatives of the loss
 // query: (batch, columns)   weight: (num_classes, columns)   bias: (num_classes,) or (0,)
@@ -48,19 +42,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_loss_(const Tensor& logits, c
   check(pool_log_count, ScalarType::Float, 1, op, "pool_log_count");
   check(hidden, ScalarType::Long, 2, op, "hidden");
   const int64_t batch = query.size(0), columns = query.size(1), slots = classes.size(1), shared = logits.size(1);
-  STD_TORCH_CHECK(weight.size(1) == columns, op, ": query and weight differ in columns");
-  STD_TORCH_CHECK(bias.numel() == 0 || bias.numel() == weight.size(0), op, ": bias must have one entry per class");
-  STD_TORCH_CHECK(classes.size(0) == batch && log_count.size(0) == batch && log_count.size(1) + 1 == slots, op,
-                  ": classes must be (batch, 1 + own) and log_count (batch, own)");
-  STD_TORCH_CHECK(logits.size(0) == batch && pool_log_count.numel() == shared, op,
-                  ": logits must be (batch, pool) and pool_log_count (pool,)");
-  check_classes(classes, -1, weight.size(0), op);
+  require(weight.size(0) > 0 && weight.size(1) == columns, op, ": weight must have a class, and the columns of query");
+  require(bias.numel() == 0 || bias.numel() == weight.size(0), op, ": bias must have one entry per class, or none");
+  require(classes.size(0) == batch && log_count.size(0) == batch && log_count.size(1) + 1 == slots, op,
+          ": classes must be (batch, 1 + own) and log_count (batch, own)");
+  require(logits.size(0) == batch && pool_log_count.numel() == shared, op,
+          ": logits must be (batch, pool) and pool_log_count (pool,)");
+  check_ids(classes, -1, weight.size(0), op, "classes");
   const int64_t pairs = hidden.size(1);
   const auto* hidden_data = hidden.const_data_ptr<int64_t>();
-  STD_TORCH_CHECK(hidden.size(0) == 2, op, ": hidden must be (2, pairs)");
+  require(hidden.size(0) == 2, op, ": hidden must be (2, pairs)");
   for (int64_t i = 0; i < pairs; ++i) {
     const int64_t row = hidden_data[i], slot = hidden_data[pairs + i];
-    STD_TORCH_CHECK(0 <= row && row < batch && 0 <= slot && slot < shared, op, ": hidden out of range");
+    require(0 <= row && row < batch && 0 <= slot && slot < shared, op,
+            ": hidden must hold examples and slots of the pool, got (", row, ", ", slot, ")");
   }
 
   Tensor losses = torch::stable::new_empty(query, {batch}), positives = torch::stable::new_empty(query, {batch});
@@ -106,10 +101,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_loss_(const Tensor& logits, c
       positive_data[row] = static_cast<float>(positive);
       largest = subtract_max(pool, pool_count_data, shared, largest);
       if (largest == -INFINITY) {  // neither a positive nor a slot that is not empty
+        const auto is_nan = [](float x) { return std::isnan(x); };
+        const bool unknown = std::any_of(slope, slope + slots, is_nan) || std::any_of(pool, pool + shared, is_nan);
         std::fill(pool, pool + shared, 0.0f);
         std::fill(slope, slope + slots, 0.0f);
         std::fill(query_slope_data + row * columns, query_slope_data + (row + 1) * columns, 0.0f);
-        loss_data[row] = kNothing;
+        loss_data[row] = unknown ? NAN : kNothing;
         continue;
       }
       const double first = alone ? 0 : std::exp(positive - largest);
@@ -162,12 +159,13 @@ std::tuple<Tensor, Tensor, Tensor> row_gradients(const Tensor& query, const Tens
   check(pool_values, ScalarType::Float, 2, op, "pool_values");
   check(pool_bias_values, ScalarType::Float, 1, op, "pool_bias_values");
   const int64_t batch = query.size(0), columns = query.size(1), slots = classes.size(1), shared = pool.numel();
-  STD_TORCH_CHECK(classes.size(0) == batch && slopes.size(0) == batch && slopes.size(1) == slots, op,
-                  ": classes and slopes must be (batch, slots)");
-  STD_TORCH_CHECK(pool_values.size(0) == shared && pool_values.size(1) == columns && pool_bias_values.numel() == shared,
-                  op, ": pool_values must be (pool, columns) and pool_bias_values (pool,)");
-  check_classes(classes, -1, num_classes, op);
-  check_classes(pool, 0, num_classes, op);
+  require(classes.size(0) == batch && slopes.size(0) == batch && slopes.size(1) == slots, op,
+          ": classes and slopes must be (batch, slots)");
+  require(pool_values.size(0) == shared && pool_values.size(1) == columns && pool_bias_values.numel() == shared, op,
+          ": pool_values must be (pool, columns) and pool_bias_values (pool,)");
+  check_range<int64_t>(num_classes, 1, kMostClasses, op, "num_classes");
+  check_ids(classes, -1, num_classes, op, "classes");
+  check_ids(pool, 0, num_classes, op, "pool");
 
   const auto* class_data = classes.const_data_ptr<int64_t>();
   const auto* pool_data = pool.const_data_ptr<int64_t>();

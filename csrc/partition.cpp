@@ -34,7 +34,17 @@ struct Splitter {
   Splitter(const float* rows_, int64_t columns_)
       : rows(rows_), columns(columns_), mean(columns_), direction(columns_), next(columns_) {}
 
+  // Divides by the largest number, so that no square leaves the range of float32. False for zeros and infinity.
+  static bool shrink(std::vector<float>& numbers) {
+    float largest = 0;
+    for (const float number : numbers) largest = std::max(largest, std::fabs(number));
+    if (!(largest > 0 && largest < INFINITY)) return false;
+    for (float& number : numbers) number /= largest;
+    return true;
+  }
+
   bool normalise() {
+    if (!shrink(direction)) return false;
     float norm = 0;
     for (const float value : direction) norm += value * value;
     if (!(norm > 0)) return false;
@@ -66,8 +76,12 @@ struct Splitter {
       float total = 0;
       if (iteration < kPowerIterations) {
         const float offset = std::inner_product(direction.begin(), direction.end(), mean.begin(), 0.0f);
-        for (float& value : values) value -= offset, total += value;
+        for (float& value : values) value -= offset;
+        shrink(values);
+        total = std::accumulate(values.begin(), values.end(), 0.0f);
       } else {
+        // NaN has no place in an order: std::nth_element would run out of the array.
+        for (float& value : values) value = std::isfinite(value) ? value : 0.0f;
         sorted = values;
         std::nth_element(sorted.begin(), sorted.begin() + count / 2, sorted.end());
         const float median = sorted[count / 2];
@@ -87,9 +101,9 @@ Tensor bisect(const Tensor& rows, const Tensor& borders) {
   const int64_t count = rows.size(0), columns = rows.size(1), blocks = borders.numel() - 1;
   const auto* data = rows.const_data_ptr<float>();
   const auto* border = borders.const_data_ptr<int64_t>();
-  STD_TORCH_CHECK(blocks > 0 && (blocks & (blocks - 1)) == 0, "bisect: borders must part a power of two blocks, got ", blocks);
-  STD_TORCH_CHECK(border[0] == 0 && border[blocks] == count && std::is_sorted(border, border + blocks + 1),
-                  "bisect: borders must rise from 0 to ", count);
+  require(blocks > 0 && (blocks & (blocks - 1)) == 0, "bisect: borders must part a power of two blocks, got ", blocks);
+  require(border[0] == 0 && border[blocks] == count && std::is_sorted(border, border + blocks + 1),
+          "bisect: borders must rise from 0 to ", count);
   Tensor order = torch::stable::new_empty(rows, {count}, ScalarType::Long);
   auto* ids = order.mutable_data_ptr<int64_t>();
   std::iota(ids, ids + count, 0);

@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <atomic>
 #include <tuple>
 
 #include "index.h"
@@ -14,14 +15,12 @@ using namespace manyclass;
 // Brings the nodes above `leaves` (blocks) up to date.
 void sum_up_(const Tensor& sums, const Tensor& leaves) {
   const char* op = "sum_up_";
-  check(sums, ScalarType::Double, 1, op, "sums");
+  check_sums(sums, op);
   check(leaves, ScalarType::Long, 1, op, "leaves");
   const int64_t blocks = sums.numel() / 2;
   const auto* leaf_data = leaves.const_data_ptr<int64_t>();
+  check_ids(leaves, 0, blocks, op, "leaves");
   std::vector<int64_t> nodes(leaf_data, leaf_data + leaves.numel());
-  STD_TORCH_CHECK(sums.numel() > 1 && (blocks & (blocks - 1)) == 0, op, ": sums must hold twice a power of two");
-  STD_TORCH_CHECK(std::all_of(nodes.begin(), nodes.end(), [&](int64_t leaf) { return 0 <= leaf && leaf < blocks; }), op,
-                  ": leaves out of range");
   auto* data = sums.mutable_data_ptr<double>();
   std::sort(nodes.begin(), nodes.end());
   for (int64_t& node : nodes) node += blocks;
@@ -36,20 +35,23 @@ void sum_up_(const Tensor& sums, const Tensor& leaves) {
 std::tuple<Tensor, Tensor> pool_draw(const Tensor& sums, const Tensor& uniform, int64_t classes, int64_t outliers,
                                      int64_t samples, double share) {
   const char* op = "pool_draw";
-  check(sums, ScalarType::Double, 1, op, "sums");
+  check_sums(sums, op);
   check(uniform, ScalarType::Double, 1, op, "uniform");
   const int64_t blocks = sums.numel() / 2;
   const Layout layout{classes, outliers, blocks};
-  STD_TORCH_CHECK(sums.numel() > 1 && (blocks & (blocks - 1)) == 0, op, ": sums must hold twice a power of two");
-  STD_TORCH_CHECK(uniform.numel() == 1, op, ": uniform must hold one number");
-  STD_TORCH_CHECK(outliers >= 0 && blocks + outliers <= classes, op, ": every block needs a class");
-  STD_TORCH_CHECK(samples > 0 && samples < classes - outliers, op, ": samples must be fewer than the classes in blocks");
+  require(uniform.numel() == 1, op, ": uniform must hold one number");
+  check_uniform(uniform, op);
+  check_sizes(layout, op);
+  check_range<int64_t>(samples, 1, classes - outliers - 1, op, "samples");
+  // Above 0, so that every block has a share however its sum was rounded.
+  check_range(share, 1e-6, 1.0, op, "share");
   Tensor positions = torch::stable::new_empty(uniform, {samples}, ScalarType::Long);
   Tensor log_count = torch::stable::new_empty(uniform, {samples});
   const auto* data = sums.const_data_ptr<double>();
   auto* position_data = positions.mutable_data_ptr<int64_t>();
   auto* count_data = log_count.mutable_data_ptr<double>();
   const double offset = *uniform.const_data_ptr<double>();
+  std::atomic<bool> sound{std::isfinite(data[1]) && data[1] >= 0};  // exceptions must not leave a thread
   torch::stable::parallel_for(0, samples, 256, [&](int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; ++k) {
       double point = (offset + static_cast<double>(k)) / static_cast<double>(samples);
@@ -63,11 +65,16 @@ std::tuple<Tensor, Tensor> pool_draw(const Tensor& sums, const Tensor& uniform, 
       }
       const double total = pool_share(layout, data, blocks + first, first, 1, share);
       const int64_t begin_of = layout.border(first), size = layout.size(first);
-      const auto place = static_cast<int64_t>(point / total * static_cast<double>(size));
-      position_data[k] = begin_of + std::clamp<int64_t>(place, 0, size - 1);
+      if (!(total > 0 && total < INFINITY)) {
+        sound = false;
+        return;
+      }
+      const double place = std::max(0.0, point / total * static_cast<double>(size));
+      position_data[k] = begin_of + static_cast<int64_t>(std::min(place, static_cast<double>(size - 1)));
       count_data[k] = std::log(total * static_cast<double>(samples) / static_cast<double>(size));
     }
   });
+  require(sound, op, ": sums must be finite and not negative");
   // Rounding can exchange neighbours at a border.
   std::vector<std::pair<int64_t, double>> sorted(samples);
   if (!std::is_sorted(position_data, position_data + samples)) {

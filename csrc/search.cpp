@@ -50,9 +50,9 @@ struct Index {
     columns = mean_.size(1), width = weight_.size(1), nodes = mean_.size(0);
     check_layout(layout, top, nodes, op);
     const bool offsets = bias_.numel() > 0;
-    STD_TORCH_CHECK(columns == width + offsets && weight_.size(0) == layout.classes &&
-                        (!offsets || bias_.numel() == layout.classes) && spread_.numel() == nodes,
-                    op, ": mean, spread, weight, bias and order must fit each other");
+    require(columns == width + offsets && weight_.size(0) == layout.classes &&
+                (!offsets || bias_.numel() == layout.classes) && spread_.numel() == nodes,
+            op, ": mean, spread, weight, bias and order must fit each other");
     mean = mean_.const_data_ptr<float>(), spread = spread_.const_data_ptr<float>();
     weight = weight_.const_data_ptr<float>(), order = order_.const_data_ptr<int32_t>();
     bias = offsets ? bias_.const_data_ptr<float>() : nullptr;
@@ -117,6 +117,7 @@ struct Visit {
       const int64_t* parents = level ? beam.data() : nullptr;
       const auto count = level ? static_cast<int64_t>(beam.size()) : 1;
       score(query, norm, index.levels[level], parents, count);
+      if (!finite) return;  // scores that are not finite have no best
       keep_best(parents);
     }
     // Children of nodes that ascend ascend: the blocks come in the order of the classes.
@@ -161,14 +162,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> own_draw(
   check(query, ScalarType::Float, 2, op, "query");
   check(exclude, ScalarType::Long, 1, op, "exclude");
   check(uniform, ScalarType::Double, 1, op, "uniform");
-  check(sums, ScalarType::Double, 1, op, "sums");
+  check_sums(sums, op);
   check(pool, ScalarType::Long, 1, op, "pool");
   const Index index(mean, spread, weight, bias, order, outliers, blocks, top, absolute, op);
   const int64_t batch = query.size(0), columns = query.size(1);
-  STD_TORCH_CHECK(columns == index.columns, op, ": query and mean differ in columns");
-  STD_TORCH_CHECK(exclude.numel() == batch && uniform.numel() == batch, op, ": exclude and uniform must be (batch,)");
-  STD_TORCH_CHECK(sums.numel() == 2 * blocks, op, ": sums must be (2 · blocks,)");
-  STD_TORCH_CHECK(width > 0 && number > 0, op, ": width and number must be positive");
+  require(columns == index.columns, op, ": query must have the columns of mean, ", index.columns, ", got ", columns);
+  require(exclude.numel() == batch && uniform.numel() == batch, op, ": exclude and uniform must be (batch,)");
+  require(sums.numel() == 2 * blocks, op, ": sums must be (2 · blocks,)");
+  check_range<int64_t>(width, 1, kMostClasses, op, "width");
+  check_range<int64_t>(number, 1, kMostClasses, op, "number");
+  check_range(share, 0.0, 1.0, op, "share");
+  check_ids(exclude, -1, index.layout.classes, op, "exclude");
+  check_ids(pool, 0, index.layout.classes, op, "pool");
+  check_uniform(uniform, op);
 
   Tensor ids = torch::stable::new_empty(query, {batch, number}, ScalarType::Long);
   Tensor log_count = torch::stable::new_empty(query, {batch, number});
@@ -183,9 +189,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> own_draw(
   auto* total_data = total.mutable_data_ptr<float>();
   std::vector<std::vector<int64_t>> hidden(batch);
   const int64_t samples = pool.numel(), stretch = index.layout.classes / (samples + 1) + 1;
-  STD_TORCH_CHECK(std::is_sorted(pool_data, pool_data + samples) &&
-                      (samples == 0 || (pool_data[0] >= 0 && pool_data[samples - 1] < index.layout.classes)),
-                  op, ": pool must hold positions of classes, ascending");
+  require(std::is_sorted(pool_data, pool_data + samples), op, ": pool must hold positions of classes, ascending");
   std::vector<int64_t> slots_from(index.layout.classes / stretch + 1, samples);  // the first slot from each stretch on
   for (int64_t slot = samples - 1; slot >= 0; --slot) slots_from[pool_data[slot] / stretch] = slot;
   for (auto at = static_cast<int64_t>(slots_from.size()) - 2; at >= 0; --at) {
@@ -261,10 +265,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> best_classes(const Tensor& query, con
   check(query, ScalarType::Float, 2, op, "query");
   const Index index(mean, spread, weight, bias, order, outliers, blocks, top, absolute, op);
   const int64_t batch = query.size(0), columns = query.size(1);
-  STD_TORCH_CHECK(columns == index.columns, op, ": query and mean differ in columns");
+  require(columns == index.columns, op, ": query must have the columns of mean, ", index.columns, ", got ", columns);
+  check_range<int64_t>(width, 1, kMostClasses, op, "width");
   const int64_t inside = index.layout.classes - outliers;
   const int64_t smallest = outliers + (width < blocks ? inside / blocks * width : inside);
-  STD_TORCH_CHECK(width > 0 && k > 0 && k <= smallest, op, ": k must be at most the classes that are visited, ", smallest);
+  require(k > 0 && k <= smallest, op, ": k must be in [1, ", smallest, "], the classes that are visited, got ", k);
   Tensor values = torch::stable::new_empty(query, {batch, k}), total = torch::stable::new_empty(query, {batch});
   Tensor cutoff = torch::stable::new_empty(query, {batch});
   Tensor ids = torch::stable::new_empty(query, {batch, k}, ScalarType::Long);
@@ -282,6 +287,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> best_classes(const Tensor& query, con
       total_data[row] = NAN;
       if (!visit.finite) {
         std::fill(id_data + row * k, id_data + (row + 1) * k, 0);
+        std::fill(value_data + row * k, value_data + (row + 1) * k, NAN);
         continue;
       }
       const auto count = static_cast<int64_t>(visit.ids.size());

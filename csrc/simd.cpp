@@ -148,9 +148,9 @@ MANYCLASS_SIMD float masses(float* values, float* spread, int64_t count, float n
 #pragma omp simd reduction(+ : check)
   for (int64_t i = 0; i < count; ++i) {
     const float mean = absolute ? std::fabs(values[i]) : values[i], variance = norm * spread[i];
-    check += (mean + variance) * 0.0f;
     const float deviation = std::sqrt(variance);
     values[i] = mean + (deviation <= limit ? log_size + variance / 2 : deviation * limit);
+    check += values[i] * 0.0f;
   }
   return check;
 }
@@ -286,7 +286,8 @@ MANYCLASS_SIMD float exp_sum(float* values, int64_t count, float shift) {
   for (int64_t i = 0; i < count; ++i) {
     const float shifted = values[i] - shift, x = shifted < -88.0f ? -88.0f : shifted;
     // exp(x) = 2^k · exp(r) with |r| ≤ ln(2)/2, where eight terms of the series are exact to rounding; k = −127 gives 0.
-    const auto k = static_cast<int32_t>(x * 1.44269504f - 0.5f);
+    // NaN is not an integer: it stays in `x`.
+    const auto k = static_cast<int32_t>((shifted > -88.0f ? shifted : -88.0f) * 1.44269504f - 0.5f);
     const float r = (x - static_cast<float>(k) * 0.693359375f) + static_cast<float>(k) * 2.12194440e-4f;
     float series = 1.0f / 5040;
     series = series * r + 1.0f / 720;

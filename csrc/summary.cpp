@@ -26,13 +26,12 @@ void summarise_(const Tensor& mean, const Tensor& spread, const Tensor& weight, 
   const bool offsets = bias.numel() > 0;
   const Layout layout{classes, outliers, num_blocks};
   check_layout(layout, top, mean.size(0), op);
-  STD_TORCH_CHECK(columns == width + offsets && (!offsets || bias.numel() == classes), op, ": mean must fit the weights");
-  STD_TORCH_CHECK(spread.numel() == mean.size(0) && order.numel() == classes, op,
-                  ": spread must fit the mean, and order must name every class once");
+  require(columns > 0 && columns == width + offsets && (!offsets || bias.numel() == classes), op,
+          ": mean must have the columns of weight, and one more for a bias with one entry per class");
+  require(spread.numel() == mean.size(0) && order.numel() == classes, op,
+          ": spread must have one entry per row of mean, and order must name every class once");
+  check_ascending(blocks, num_blocks, op, "blocks");
   const auto* block_data = blocks.const_data_ptr<int64_t>();
-  STD_TORCH_CHECK(std::all_of(block_data, block_data + blocks.numel(),
-                              [&](int64_t block) { return 0 <= block && block < num_blocks; }),
-                  op, ": blocks out of range");
   const auto* order_data = order.const_data_ptr<int32_t>();
   const auto* weight_data = weight.const_data_ptr<float>();
   const auto* bias_data = offsets ? bias.const_data_ptr<float>() : nullptr;
@@ -74,7 +73,7 @@ void summarise_(const Tensor& mean, const Tensor& spread, const Tensor& weight, 
       spread_data[node] = static_cast<float>(std::max(0.0, square * scale - length) / static_cast<double>(columns));
     }
   });
-  STD_TORCH_CHECK(sound, op, ": order must hold classes in [0, ", classes, ")");
+  require(sound, op, ": order must hold classes in [0, ", classes, ")");
 
   // Upwards, level by level: a node from its children.
   std::vector<int64_t> nodes(block_data, block_data + blocks.numel());

@@ -18,6 +18,10 @@ namespace {
 
 using namespace manyclass;
 
+// What the kernel alpha·⟨h, w⟩^degree + 1 may have: more is beyond the range of numbers.
+constexpr int64_t kMostDegree = 64;
+constexpr double kMostAlpha = 1e30;
+
 struct Tree {
   const float* sums;
   const float* weight;
@@ -29,18 +33,25 @@ struct Tree {
       : features(0), columns(0), classes(0), leaf_size(leaf_size_), branching(branching_), sizes(std::move(sizes_)) {
     check(sums_, ScalarType::Float, 2, op, "sums");
     check(weight_, ScalarType::Float, 2, op, "weight");
-    STD_TORCH_CHECK(!sizes.empty() && leaf_size >= 1 && branching >= 2, op, ": not a tree");
     features = sums_.size(1), classes = weight_.size(0), columns = weight_.size(1);
-    STD_TORCH_CHECK(features % kFeatureBlock == 0, op, ": features must be padded to a multiple of ", kFeatureBlock);
+    require(!sizes.empty(), op, ": sizes must have a level");
+    check_range<int64_t>(classes, 1, kMostClasses, op, "the number of classes");
+    check_range<int64_t>(leaf_size, 1, classes, op, "leaf_size");
+    check_range<int64_t>(branching, 2, kMostClasses, op, "branching");
+    require(features % kFeatureBlock == 0, op, ": sums must be padded to a multiple of ", kFeatureBlock, " columns");
     span.assign(sizes.size(), leaf_size);
-    for (size_t level = sizes.size() - 1; level-- > 0;) span[level] = span[level + 1] * branching;
+    for (size_t level = sizes.size() - 1; level-- > 0;) {
+      require(span[level + 1] < classes, op, ": sizes must have no level above a single node");
+      span[level] = span[level + 1] * branching;
+    }
     int64_t nodes = 0;
     for (size_t level = 0; level < sizes.size(); ++level) {
       first.push_back(nodes);
+      const int64_t fitting = (classes + span[level] - 1) / span[level];
+      require(sizes[level] == fitting, op, ": sizes must fit the classes: ", fitting, " nodes, got ", sizes[level]);
       nodes += sizes[level];
-      STD_TORCH_CHECK(sizes[level] == (classes + span[level] - 1) / span[level], op, ": sizes do not fit the classes");
     }
-    STD_TORCH_CHECK(sums_.size(0) == nodes, op, ": sums must have ", nodes, " rows, got ", sums_.size(0));
+    require(sums_.size(0) == nodes, op, ": sums must have ", nodes, " rows, got ", sums_.size(0));
     sums = sums_.const_data_ptr<float>();
     weight = weight_.const_data_ptr<float>();
   }
@@ -69,16 +80,19 @@ struct Example {
   double* log_prob;
   std::vector<float> logits;
   std::vector<std::vector<double>> scratch;  // per level
+  bool finite;                               // whether all masses were
 
   // Turns masses into probabilities: none below `floor` of its share, so that rounding, staleness or a negative
   // feature map cannot make a class impossible. counts[i] classes can be drawn from part i.
-  void normalise(double* mass, const double* counts, int64_t size) const {
+  void normalise(double* mass, const double* counts, int64_t size) {
     double total = 0, all = 0, sum = 0;
     for (int64_t i = 0; i < size; ++i) {
       mass[i] = counts[i] > 0 ? std::max(mass[i], 0.0) : 0.0;
       total += mass[i];
       all += counts[i];
     }
+    finite &= total < INFINITY;
+    if (!finite) total = 0;  // the walk goes on by the counts, and its result is not used
     for (int64_t i = 0; i < size; ++i) {
       mass[i] = total > 0 ? std::max(mass[i], floor * total * counts[i] / all) : counts[i];
       sum += mass[i];
@@ -176,7 +190,7 @@ struct Example {
 
 // features: (batch, features) φ(h), padded   query: (batch, columns)   top: (batch, sizes[0]) masses of the first level
 // uniform: (batch, draws)   exclude: (batch,) or (0,)   excluded_value: K(h, w_exclude), like exclude
-// -> classes, or leaves if whole_leaf, and their log probabilities, both (batch, draws)
+// -> classes, or leaves if whole_leaf, and their log probabilities, both (batch, draws), NaN if a mass is not finite
 std::tuple<Tensor, Tensor> tree_draw(const Tensor& features, const Tensor& query, const Tensor& top, const Tensor& sums,
                                      const Tensor& weight, std::vector<int64_t> sizes, int64_t leaf_size,
                                      int64_t branching, const Tensor& uniform, const Tensor& exclude,
@@ -190,18 +204,20 @@ std::tuple<Tensor, Tensor> tree_draw(const Tensor& features, const Tensor& query
   check(exclude, ScalarType::Long, 1, "tree_draw", "exclude");
   check(excluded_value, ScalarType::Float, 1, "tree_draw", "excluded_value");
   const int64_t batch = uniform.size(0), draws = uniform.size(1);
-  STD_TORCH_CHECK(features.size(0) == batch && query.size(0) == batch && top.size(0) == batch,
-                  "tree_draw: features, query, top and uniform differ in length");
-  STD_TORCH_CHECK(features.size(1) == tree.features && query.size(1) == tree.columns && top.size(1) == tree.sizes[0],
-                  "tree_draw: features, query or top do not fit the tree");
-  STD_TORCH_CHECK((exclude.numel() == batch || exclude.numel() == 0) && exclude.numel() == excluded_value.numel(),
-                  "tree_draw: exclude and excluded_value must have one entry per example, or none");
+  require(features.size(0) == batch && query.size(0) == batch && top.size(0) == batch,
+          "tree_draw: features, query, top and uniform must have one row per example");
+  require(features.size(1) == tree.features && query.size(1) == tree.columns && top.size(1) == tree.sizes[0],
+          "tree_draw: features, query and top must have the columns of sums, of weight, and one per node of sizes[0]");
+  require((exclude.numel() == batch || exclude.numel() == 0) && exclude.numel() == excluded_value.numel(),
+          "tree_draw: exclude and excluded_value must have one entry per example, or none");
+  check_range<int64_t>(degree, 1, kMostDegree, "tree_draw", "degree");
+  check_range(alpha, 0.0, kMostAlpha, "tree_draw", "alpha");
+  check_range(floor, 0.0, 1.0, "tree_draw", "floor");
+  check_uniform(uniform, "tree_draw");
+  check_ids(exclude, 0, tree.classes, "tree_draw", "exclude");
   const bool excludes = exclude.numel() > 0;
   const auto* exclude_data = exclude.const_data_ptr<int64_t>();
-  for (int64_t row = 0; excludes && row < batch; ++row) {
-    STD_TORCH_CHECK(0 <= exclude_data[row] && exclude_data[row] < tree.classes && tree.classes > 1,
-                    "tree_draw: exclude[", row, "] is not one of several classes");
-  }
+  require(!excludes || tree.classes > 1, "tree_draw: exclude must leave a class, and there is only one");
 
   Tensor ids = torch::stable::new_empty(uniform, {batch, draws}, ScalarType::Long);
   Tensor log_prob = torch::stable::new_empty(uniform, {batch, draws});
@@ -210,7 +226,7 @@ std::tuple<Tensor, Tensor> tree_draw(const Tensor& features, const Tensor& query
   const auto* uniform_data = uniform.const_data_ptr<double>();
   torch::stable::parallel_for(0, batch, 1, [&](int64_t begin, int64_t end) {
     std::vector<Path> paths(draws);
-    Example example{tree, nullptr, nullptr, -1, 0, alpha, floor, degree, whole_leaf, nullptr, nullptr, {}, {}};
+    Example example{tree, nullptr, nullptr, -1, 0, alpha, floor, degree, whole_leaf, nullptr, nullptr, {}, {}, true};
     example.logits.resize(tree.leaf_size);
     example.scratch.resize(tree.sizes.size() + 1);
     for (int64_t row = begin; row < end; ++row) {
@@ -220,9 +236,11 @@ std::tuple<Tensor, Tensor> tree_draw(const Tensor& features, const Tensor& query
       example.excluded_value = excludes ? excluded_value.const_data_ptr<float>()[row] : 0;
       example.ids = ids_data + row * draws;
       example.log_prob = log_prob_data + row * draws;
+      example.finite = true;
       for (int64_t slot = 0; slot < draws; ++slot) paths[slot] = {uniform_data[row * draws + slot], 1.0, slot};
       std::sort(paths.begin(), paths.end(), [](const Path& a, const Path& b) { return a.uniform < b.uniform; });
       example.root(top.const_data_ptr<float>() + row * tree.sizes[0], paths.data(), paths.data() + draws);
+      if (!example.finite) std::fill(example.log_prob, example.log_prob + draws, NAN);
     }
   });
   return {ids, log_prob};
@@ -234,13 +252,11 @@ void tree_refresh_(const Tensor& sums, const Tensor& weight, std::vector<int64_t
                    int64_t branching, const Tensor& leaves, double alpha) {
   const Tree tree(sums, weight, std::move(sizes), leaf_size, branching, "tree_refresh_");
   check(leaves, ScalarType::Long, 1, "tree_refresh_", "leaves");
+  check_ascending(leaves, tree.sizes.back(), "tree_refresh_", "leaves");
+  check_range(alpha, 0.0, kMostAlpha, "tree_refresh_", "alpha");
   const int64_t triangle = tree.columns * (tree.columns + 1) / 2;
-  STD_TORCH_CHECK(triangle < tree.features, "tree_refresh_: sums are too narrow for the quadratic kernel");
+  require(triangle < tree.features, "tree_refresh_: sums must have more than ", triangle, " columns, got ", tree.features);
   const auto *begin_leaf = leaves.const_data_ptr<int64_t>(), *end_leaf = begin_leaf + leaves.numel();
-  for (auto* leaf = begin_leaf; leaf < end_leaf; ++leaf) {
-    STD_TORCH_CHECK(*leaf >= 0 && *leaf < tree.sizes.back() && (leaf == begin_leaf || leaf[-1] < *leaf),
-                    "tree_refresh_: leaves must be sorted, distinct and in the tree");
-  }
   auto* out = sums.mutable_data_ptr<float>();
   const auto diagonal = static_cast<float>(std::sqrt(alpha)), above = static_cast<float>(std::sqrt(2 * alpha));
   const int64_t per_top = tree.span[0] / leaf_size;

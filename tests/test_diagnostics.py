@@ -226,3 +226,10 @@ def test_copies_have_their_own_measurements():
     with torch.no_grad():
         other.weight.mul_(3)
     assert abs(other.diagnostics().error) != abs(found.diagnostics().error)
+
+
+def test_a_batch_of_one_example_has_an_error(recwarn):
+    """One example shows no spread over examples: its error is that of the draws, not NaN."""
+    sampled, (_, query, target) = layer("uniform", 8), problem()
+    sampled(query[:1], target[:1])
+    assert 0 < sampled.diagnostics().bias_error < math.inf

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
 from manyclass import SampledSoftmax, functional, samplers
-from manyclass.kernels import Quadratic
+from manyclass.kernels import Polynomial, Quadratic
 
 NAN, INF = float("nan"), float("inf")
 X, Y = torch.zeros(2, 4), torch.tensor([0, 1])
@@ -18,6 +19,10 @@ class Negative:
 def head(**options):
     arguments = {"in_features": 4, "num_classes": 9, "sampler": "uniform", "num_samples": 3, **options}
     return SampledSoftmax(**arguments)
+
+
+def doubles(*values):
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def dense(kernel=None):
@@ -46,6 +51,13 @@ REFUSED = [
     (lambda: head(sampler=samplers.Uniform(9), alpha=2.0), TypeError, "unknown arguments alpha"),
     (lambda: head(label_smoothing=0.1), TypeError, "does not take label_smoothing: smoothed targets need"),
     (lambda: head(weight=torch.ones(9)), TypeError, "does not take weight: for class weights take reduction='none'"),
+    (lambda: head(ignore_index=None), TypeError, "ignore_index must be an int, got None"),
+    (lambda: head(bias=2), TypeError, "bias must be a bool, got 2"),
+    (lambda: head(sparse="yes"), TypeError, "sparse must be a bool, got 'yes'"),
+    (lambda: head(embedding=nn.Linear(4, 9)), TypeError, "embedding must be an nn.Embedding or None, got Linear"),
+    (lambda: head(dtype=torch.long), TypeError, "dtype must be a floating point dtype"),
+    (lambda: head(num_samples=None, tolerance="x"), TypeError, "tolerance must be a number, got 'x'"),
+    (lambda: head(num_samples=None, tolerance=NAN), ValueError, "tolerance must be finite, got nan"),
     # what the layer is called with
     (lambda: head()(X, torch.tensor([0, 9])), ValueError, r"target must be in \[0, 9\) or ignore_index = -100, got 9"),
     (lambda: head()(X, torch.tensor([0, -1])), ValueError, "target must be in .*, got -1"),
@@ -89,6 +101,47 @@ REFUSED = [
     (lambda: dense().update(torch.ones(9, 4), torch.tensor([9])), ValueError, r"rows must be in \[0, 9\), got 9"),
     (lambda: dense().draw(torch.zeros(2, 3), 1), ValueError, r"query must have shape \(\*batch, 4\)"),
     (lambda: dense(Negative()).draw(X, 1), ValueError, "kernel must not be negative"),
+    (lambda: samplers.Uniform(2**60), ValueError, "num_classes must be at most 9007199254740992"),
+    (lambda: samplers.Uniform("9"), TypeError, "num_classes must be an int, got '9' of type str"),
+    (lambda: samplers.Uniform(9, None), ValueError, "scope must be one of 'example', 'batch', got None"),
+    (lambda: samplers.Blocks(2**31, 4), ValueError, "num_classes must be at most 2147483647"),
+    (lambda: samplers.Blocks(9, 4, own=1.5), TypeError, "own must be an int, got 1.5"),
+    (lambda: samplers.Blocks(9, 4, bias=2), TypeError, "bias must be a bool, got 2"),
+    (lambda: samplers.KernelTree(Quadratic(), 9, 4, bias=2), TypeError, "bias must be a bool, got 2"),
+    (lambda: samplers.Unigram(torch.ones(2), "x"), TypeError, "power must be a number, got 'x'"),
+    (lambda: samplers.Unigram(torch.ones(2).to_sparse()), TypeError, "counts must be a dense tensor"),
+    (lambda: samplers.Unigram(torch.ones(2, device="meta")), ValueError, "counts is on the device meta"),
+    (
+        lambda: samplers.Unigram(doubles(1e200, 1.0), 2),
+        ValueError,
+        r"counts \*\* 2.0 must stay within",
+    ),
+    (
+        lambda: samplers.Unigram(doubles(1e-200, 1.0), 2),
+        ValueError,
+        r"counts \*\* 2.0 must stay within",
+    ),
+    (
+        lambda: samplers.Unigram(doubles(1e308, 1e308)),
+        ValueError,
+        r"counts \*\* 1.0 must stay within",
+    ),
+    (
+        lambda: samplers.Bigram(torch.tensor([[0, 5]]), 6, 1e-300),
+        ValueError,
+        "the smallest is 1e-290",
+    ),
+    (lambda: samplers.Bigram(torch.tensor([[0, 5]]), 6, "x"), TypeError, "interpolation must be a number, got 'x'"),
+    (lambda: samplers.Bigram(torch.tensor([[2**62, 5]])), ValueError, "pairs must hold contexts below 2147483647"),
+    (lambda: samplers.Bigram(torch.tensor([[0, 2**62]])), ValueError, "num_classes must be at most 2147483647"),
+    (lambda: samplers.create("blocks", 9, "4"), TypeError, "in_features must be an int, got '4'"),
+    (lambda: samplers.create("uniform", 9, 4, bias=None), TypeError, "bias must be a bool, got None"),
+    (lambda: dense().update(torch.ones(9, 4), bias=[0.0] * 9), TypeError, "bias must be a tensor, got list"),
+    (lambda: Quadratic("x"), TypeError, "alpha must be a number, got 'x'"),
+    (lambda: Quadratic(INF), ValueError, "alpha must be finite, got inf"),
+    (lambda: Polynomial(10**9), ValueError, "degree must be at most 64"),
+    (lambda: Polynomial(2.0), TypeError, "degree must be an int, got 2.0"),
+    (lambda: Quadratic().feature_map([1.0]), TypeError, "vectors must be a tensor, got list"),
     # draws
     (lambda: samplers.Uniform(9).draw(X, 0), ValueError, "num_samples must be at least 1, got 0"),
     (lambda: samplers.Uniform(9).draw(X, 2.5), TypeError, "num_samples must be an int, got 2.5"),
@@ -116,6 +169,19 @@ REFUSED = [
     (lambda: functional.sampled_softmax_loss(X[:, 0], X, X[None]), ValueError, "log_count must broadcast to"),
     (lambda: functional.sampled_softmax_loss(X[:, 0], X, X, "avg"), ValueError, "reduction must be one of"),
     (lambda: functional.sampled_softmax_loss(X[:, 0], X, X, prediction="x"), ValueError, "prediction must be one of"),
+    (lambda: functional.sampled_softmax_loss(X[:, 0], X, 0.5), TypeError, "log_count must be a tensor, got float"),
+    (lambda: functional.sampled_softmax_loss(X[:, 0], X.to("meta"), X), ValueError, "negative_logits is on meta"),
+    (lambda: functional.full_softmax_loss(X, X, Y + 1), ValueError, r"target must be in \[0, 2\), got 2"),
+    (
+        lambda: functional.full_softmax_loss(X, X[0], Y),
+        ValueError,
+        r"weight must have shape \(num_classes, ",
+    ),
+    (lambda: functional.log_partition(X[:, :3], X), ValueError, r"query must have shape \(\*batch, 4\), got \(2, 3\)"),
+    (lambda: functional.log_prob(X, X, X), ValueError, r"bias must have shape \(2,\), got \(2, 4\)"),
+    (lambda: functional.log_prob(X.long(), X), TypeError, "query must have a floating point dtype, got torch.int64"),
+    (lambda: functional.topk(X, X, 1.0), TypeError, "k must be an int, got 1.0"),
+    (lambda: functional.topk(X, X, 1, prediction="x"), ValueError, "prediction must be one of"),
 ]
 
 

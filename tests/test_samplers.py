@@ -327,7 +327,7 @@ def test_alias_draw_native_equals_reference():
 def test_alias_draw_refuses_cells_outside_of_the_table():
     table = AliasTable(torch.tensor([1, 2]))
     for start, length in [(1, 2), (-1, 2), (0, 0), (0, 3)]:
-        with pytest.raises(RuntimeError, match="outside of the table"):
+        with pytest.raises(ValueError, match="start and length must name cells of the table"):
             ops.alias_draw(
                 table.threshold, table.alias, torch.tensor([start]), torch.tensor([length]), torch.rand(1, 1).double()
             )
@@ -358,6 +358,52 @@ def test_named_kernels():
             kernels.Polynomial(degree)
     with pytest.raises(ValueError, match="alpha must be positive"):
         kernels.Quadratic(-1.0)
+
+
+@pytest.mark.parametrize("interpolation", [0.1, 1e-10, 1e-20, 1e-200])
+def test_bigram_with_a_tiny_share_of_the_unigram_is_exact(interpolation):
+    """Classes never seen after the context keep their share, also if the only class that was seen is excluded."""
+    sampler = samplers.Bigram(torch.tensor([[0, 1]] * 5), 4, interpolation)  # unigram: 1, 6, 1, 1 of 9
+    query, context, ids = torch.zeros(2, 1), torch.tensor([0, 3]), torch.arange(4).expand(2, -1)
+    log_prob = sampler.log_prob(query, ids, context=context)
+    expected = torch.tensor([1, 6, 1, 1]).double().div(9).log()
+    torch.testing.assert_close(log_prob[1], expected)
+    torch.testing.assert_close(log_prob[0, [0, 2, 3]], expected[[0, 2, 3]] + math.log(interpolation))
+    without = sampler.log_prob(query, ids, exclude=torch.tensor([1, 1]), context=context)
+    torch.testing.assert_close(without[:, [0, 2, 3]].exp(), torch.full((2, 3), 1 / 3).double())
+    draw = sampler.draw(query, 1000, exclude=torch.tensor([1, 1]), context=context)
+    assert torch.bincount(draw.ids[0], minlength=4)[[0, 2, 3]].min() > 200
+    torch.testing.assert_close(draw.log_count, torch.full((2, 1000), math.log(1000 / 3)))
+
+
+def test_unigram_refuses_an_excluded_class_whose_rest_is_rounding():
+    for counts in (torch.tensor([10**15, 1]), torch.tensor([1e300, 1.0], dtype=torch.float64)):
+        sampler, positive = samplers.Unigram(counts), torch.tensor([0])
+        for ask in (
+            lambda s, p: s.draw(torch.zeros(1, 1), 3, exclude=p),
+            lambda s, p: s.log_prob(torch.zeros(1, 1), torch.tensor([[0, 1]]), exclude=p),
+        ):
+            with pytest.raises(ValueError, match="exclude = 0 leaves no class to draw"):
+                ask(sampler, positive)
+        assert torch.equal(sampler.draw(torch.zeros(1, 1), 3, exclude=positive + 1).ids, torch.zeros(1, 3).long())
+
+
+def test_unigram_of_large_counts_is_exact():
+    counts = torch.tensor([2**52, 2**51, 1])
+    log_prob = samplers.Unigram(counts).log_prob(torch.zeros(1, 1), torch.arange(3).unsqueeze(0))
+    torch.testing.assert_close(log_prob[0], (counts.double() / counts.double().sum()).log())
+
+
+def test_dense_samplers_load_the_dtype_of_a_checkpoint():
+    """A fresh one once rounded weights of float64 to float32, and drew from another distribution."""
+    sampler, loaded = samplers.Softmax(), samplers.Softmax()
+    sampler.update(weights(13).double() / 3)
+    loaded.load_state_dict(sampler.state_dict())
+    assert torch.equal(loaded.weight, sampler.weight)
+
+
+def test_queries_without_features():
+    assert samplers.Uniform(5).draw(torch.zeros(2, 3, 0), 4).ids.shape == (2, 3, 4)
 
 
 def test_arguments_that_are_not_contiguous():

@@ -1,60 +1,92 @@
 """Errors that name the argument, the value and what is allowed."""
 
+import math
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
 
-
-def positive_int(name: str, value: object, minimum: int = 1) -> int:
-    """Return ``value`` if it is an integer of at least ``minimum``."""
-    number = integer(name, value)
-    if number < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {number}")
-    return number
+# Classes and negatives of samplers that keep tables of them: the native core counts them in 32 bits.
+MAX_CLASSES = 2**31 - 1
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def integer(name: str, value: object) -> int:
-    """Return ``value`` if it is an integer."""
+def positive_int(name: str, value: object, minimum: int = 1, maximum: int = 2**53) -> int:
+    """Return ``value`` if it is an integer of at least ``minimum``; up to ``maximum`` a float64 holds it exactly."""
+    return integer(name, value, minimum, maximum)
+
+
+def integer(name: str, value: object, minimum: int = -(2**53), maximum: int = 2**53) -> int:
+    """Return ``value`` if it is an integer in ``[minimum, maximum]``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
-    return value
-
-
-def number(name: str, value: object) -> float:
-    """Return ``value`` if it is an int or a float."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+    if value > maximum:
+        raise ValueError(f"{name} must be at most {maximum}, got {value}")
     return value
 
 
 def boolean(name: str, value: object) -> bool:
-    """Return ``value`` if it is True or False."""
+    """Return ``value`` if it is a bool."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be a bool, got {value!r} of type {type(value).__name__}")
     return value
 
 
-def floating_dtype(name: str, value: object) -> None:
-    """Raise unless ``value`` is a floating point dtype or None."""
-    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
-        raise TypeError(f"{name} must be a floating point dtype, got {value!r}")
+def number(name: str, value: object) -> float:
+    """Return ``value`` if it is a finite real number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+    return float(value)
 
 
 def one_of(name: str, value: str, allowed: Sequence[str]) -> str:
     """Return ``value`` if it is one of the strings in ``allowed``."""
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
     return value
 
 
 def floating(name: str, value: object) -> Tensor:
-    """Return ``value`` if it is a floating point tensor."""
+    """Return ``value`` if it is a dense floating point tensor."""
+    dense(name, value)
+    assert isinstance(value, Tensor)
+    if value.dtype not in FLOATING:
+        raise TypeError(f"{name} must have a floating point dtype, got {value.dtype}; it has 16, 32 or 64 bits")
+    return value
+
+
+def dense(name: str, value: object) -> None:
+    """Raise unless ``value`` is a dense tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-    if not value.is_floating_point():
-        raise TypeError(f"{name} must have a floating point dtype, got {value.dtype}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got {value.layout}")
+
+
+def with_values(name: str, value: Tensor) -> Tensor:
+    """Return ``value`` if it is not on the meta device."""
+    if value.is_meta:
+        raise ValueError(f"{name} is on the device meta, where tensors have no values")
     return value
+
+
+def tables(weight: object, bias: object) -> tuple[Tensor, Tensor | None]:
+    """Return both if ``weight`` is ``(num_classes, in_features)`` and ``bias`` is ``(num_classes,)`` or None."""
+    rows = floating("weight", weight)
+    if rows.dim() != 2 or rows.numel() == 0:
+        raise ValueError(f"weight must have shape (num_classes, in_features), got {tuple(rows.shape)}")
+    if bias is None:
+        return rows, None
+    offsets = floating("bias", bias)
+    if offsets.shape != rows.shape[:1]:
+        raise ValueError(f"bias must have shape ({len(rows)},), got {tuple(offsets.shape)}")
+    same_device("bias", offsets, "weight", rows)
+    return rows, offsets
 
 
 def queries(name: str, value: object, in_features: int | None = None) -> Tensor:
@@ -63,8 +95,10 @@ def queries(name: str, value: object, in_features: int | None = None) -> Tensor:
     if query.dim() == 0 or (in_features is not None and query.shape[-1] != in_features):
         features = "in_features" if in_features is None else in_features
         raise ValueError(f"{name} must have shape (*batch, {features}), got {tuple(query.shape)}")
-    if readable(query) and not bool(torch.isfinite(query).all()):
-        raise ValueError(f"{name} holds NaN or infinite values; every value must be finite")
+    if readable(query):
+        with_values(name, query)
+        if not bool(torch.isfinite(query).all()):
+            raise ValueError(f"{name} holds NaN or infinite values; every value must be finite")
     return query
 
 
@@ -85,22 +119,25 @@ def indices(
 
     With ``batch_of``, queries of shape ``(*batch, in_features)``, it must have shape ``(*batch)`` and their device.
     """
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    dense(name, value)
+    assert isinstance(value, Tensor)
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
         raise TypeError(f"{name} must have an integer dtype, got {value.dtype}")
     if batch_of is not None:
         same_device(name, value, "the query", batch_of)
         if value.shape != batch_of.shape[:-1]:
             raise ValueError(f"{name} must have shape {tuple(batch_of.shape[:-1])}, got {tuple(value.shape)}")
-    counted = value if ignore is None or not readable(value) else value[value != ignore]
-    if counted.numel() and readable(value):
+    if not readable(value):
+        return value.long()
+    value = with_values(name, value).long()
+    counted = value if ignore is None else value[value != ignore]
+    if counted.numel():
         low, high = (int(x) for x in torch.aminmax(counted))
         if low < 0 or (limit is not None and high >= limit):
             allowed = "non-negative" if limit is None else f"in [0, {limit})"
             or_ignored = "" if ignore is None else f" or ignore_index = {ignore}"
             raise ValueError(f"{name} must be {allowed}{or_ignored}, got {low if low < 0 else high}")
-    return value.long()
+    return value
 
 
 def same_device(name: str, value: Tensor, other_name: str, other: Tensor) -> None:

@@ -127,9 +127,12 @@ def _same(saved: Tensor) -> Tensor:
 
 
 def standard_error(difference: Tensor) -> float:  # shape: (draws, examples)
-    """Return the standard error of the mean. Examples that share a pool err together, so draws vary, too."""
+    """Return the standard error of the mean. Examples that share a pool err together, so draws vary, too.
+
+    What there is only one of, such as the example of a batch of one, shows no spread and adds nothing.
+    """
     parts = [difference.mean(dim=dim) for dim in (0, 1)]
-    return float(sum((part.var() / len(part) for part in parts), torch.zeros(())).sqrt())
+    return float(sum((part.var() / len(part) for part in parts if len(part) > 1), torch.zeros(())).sqrt())
 
 
 def steady_bias(difference: Tensor) -> float:

@@ -55,6 +55,9 @@ def sampled_softmax_loss(
         - Output: scalar, or ``(*batch)`` if ``reduction="none"``.
     """
     checks.one_of("prediction", prediction, PREDICTIONS)
+    arguments = {"positive_logits": positive_logits, "negative_logits": negative_logits, "log_count": log_count}
+    for name, value in arguments.items():
+        checks.same_device(name, checks.floating(name, value), "positive_logits", positive_logits)
     if negative_logits.shape[:-1] != positive_logits.shape or negative_logits.dim() == 0:
         raise ValueError(
             f"negative_logits must have shape (*batch, num_samples) with batch = {tuple(positive_logits.shape)}, "
@@ -89,7 +92,8 @@ def full_softmax_loss(
     Shape:
         - Output: scalar, or ``(*batch)`` if ``reduction="none"``.
     """
-    checks.one_of("prediction", prediction, PREDICTIONS)
+    _check_arguments(query, weight, bias, prediction)
+    target = checks.indices("target", target, len(weight), batch_of=query)
     positive = (query * weight[target].to(query.dtype)).sum(dim=-1)
     if bias is not None:
         positive = positive + bias[target].to(query.dtype)
@@ -105,6 +109,7 @@ def log_partition(
     prediction: str = "softmax",
 ) -> Tensor:
     """Log of the partition function, ``log Σ_i exp(o_i)``, in chunks of bounded memory. Returns shape ``(*batch)``."""
+    _check_arguments(query, weight, bias, prediction)
 
     def part(query: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return output(linear(query, weight, bias), prediction).logsumexp(dim=-1)
@@ -133,6 +138,7 @@ def topk(
 
     Returns the outputs (after ``|·|`` if absolute) and the class ids, both of shape ``(*batch, k)``.
     """
+    _check_arguments(query, weight, bias, prediction)
     checks.positive_int("k", k)
     if k > weight.shape[0]:
         raise ValueError(f"k must be at most num_classes = {weight.shape[0]}, got {k}")
@@ -162,7 +168,17 @@ def log_prob(
     prediction: str = "softmax",
 ) -> Tensor:
     """Log probability of every class (eq. 1), shape ``(*batch, num_classes)``: the result is as large as it sounds."""
+    _check_arguments(query, weight, bias, prediction)
     return output(linear(query, weight, bias), prediction).log_softmax(dim=-1)
+
+
+def _check_arguments(query: Tensor, weight: Tensor, bias: Tensor | None, prediction: str) -> None:
+    """Check types, shapes and devices, but no values, which would cost a pass over them."""
+    checks.one_of("prediction", prediction, PREDICTIONS)
+    checks.tables(weight, bias)
+    if checks.floating("query", query).dim() == 0 or query.shape[-1] != weight.shape[1]:
+        raise ValueError(f"query must have shape (*batch, {weight.shape[1]}), got {tuple(query.shape)}")
+    checks.same_device("query", query, "weight", weight)
 
 
 def linear(query: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

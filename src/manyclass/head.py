@@ -53,7 +53,8 @@ class Head(nn.Module):
         self.sparse = checks.boolean("sparse", sparse)
         self.ignore_index = checks.integer("ignore_index", ignore_index)
         checks.boolean("bias", bias)
-        checks.floating_dtype("dtype", dtype)
+        if dtype is not None and dtype not in checks.FLOATING:
+            raise TypeError(f"dtype must be a floating point dtype of 16, 32 or 64 bits, got {dtype!r}")
         self.shard = Shard(num_classes) if shard is None else shard
         self.tied = embedding is not None
         if embedding is None:

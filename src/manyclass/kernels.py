@@ -15,6 +15,8 @@ from . import checks
 
 __all__ = ["FeatureKernel", "Kernel", "Polynomial", "Quadratic", "Quartic"]
 
+# Higher powers of the logits leave the range of float64.
+MAX_DEGREE = 64
 # A feature map larger than this does not pay: scoring all classes is cheaper.
 MAX_FEATURES = 1 << 20
 
@@ -43,12 +45,12 @@ class Polynomial:
     """``K(h, w) = alpha · ⟨h, w⟩^degree + 1`` for an even ``degree``, so that it is positive everywhere."""
 
     def __init__(self, degree: int, alpha: float = 1.0) -> None:
-        self.degree = checks.positive_int("degree", degree, 2)
+        self.degree = checks.positive_int("degree", degree, 2, MAX_DEGREE)
         if degree % 2:
             raise ValueError(f"degree must be even, got {degree}: an odd power is negative for negative logits")
-        if not (0 < alpha < math.inf):
-            raise ValueError(f"alpha must be positive and finite, got {alpha}")
-        self.alpha = alpha
+        self.alpha = checks.number("alpha", alpha)
+        if alpha <= 0:
+            raise ValueError(f"alpha must be positive, got {alpha}")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(degree={self.degree}, alpha={self.alpha})"
@@ -68,6 +70,8 @@ class Polynomial:
         Each monomial appears once, scaled by the root of the number of orders in which its factors can be written
         (packed symmetric: for ``degree=2`` half of the paper's d² + 1). O(degree · D) per vector.
         """
+        if checks.floating("vectors", vectors).dim() == 0:
+            raise ValueError("vectors must have shape (*batch, in_features), got ()")
         in_features = vectors.shape[-1]
         if self.feature_dim(in_features) > MAX_FEATURES:
             raise ValueError(

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from .. import checks
+from .. import checks, functional
 from ..kernels import Quadratic, Quartic
 from .base import Sampler
 from .bigram import Bigram
@@ -111,6 +111,9 @@ def create(
         checks.one_of("sampler", sampler, names())
     kind = _NAMES[sampler] if isinstance(sampler, str) else sampler
     checks.positive_int("num_classes", num_classes)
+    checks.positive_int("in_features", in_features)
+    checks.one_of("prediction", prediction, functional.PREDICTIONS)
+    checks.boolean("bias", bias)
     known = {"num_classes": num_classes, "in_features": in_features, "prediction": prediction, "bias": bias}
     parameters = inspect.signature(kind).parameters
     allowed = [option for option in parameters if option not in known]

@@ -63,7 +63,7 @@ class Sampler(nn.Module):
             context: what the next class is conditioned on, for the samplers that need it (``"bigram"``).
             generator: source of the random numbers; the same state gives the same draw.
         """
-        checks.positive_int("num_samples", num_samples)
+        checks.positive_int("num_samples", num_samples, maximum=checks.MAX_CLASSES)
         flat, exclude, context = self._flatten(query, exclude, context)
         pooled, dtype = self.scope == "batch", torch.promote_types(query.dtype, torch.float32)
         shape = (1 if pooled else len(flat), num_samples, self.uniforms_per_draw)
@@ -183,7 +183,7 @@ class Sampler(nn.Module):
             raise ValueError(f"context is needed: {type(self).__name__} draws from q(class | context)")
         else:
             context = checks.indices("context", context, None, batch_of=query).reshape(-1).contiguous()
-        return query.reshape(-1, query.shape[-1]), exclude, context
+        return query.reshape(math.prod(query.shape[:-1]), query.shape[-1]), exclude, context
 
     def _chunks(
         self, numbers_per_query: int, query: Tensor, other: Tensor, exclude: Tensor | None, most: int | None = None
@@ -213,22 +213,20 @@ class Incremental(Sampler):
 
     def __init__(self, num_classes: int, in_features: int, bias: bool) -> None:
         super().__init__()
-        self.num_classes = checks.positive_int("num_classes", num_classes)
+        self.num_classes = checks.positive_int("num_classes", num_classes, maximum=checks.MAX_CLASSES)
         self.in_features: int = checks.positive_int("in_features", in_features)  # pyright: ignore
-        self.columns = in_features + bias
+        self.columns = in_features + checks.boolean("bias", bias)
 
     def _check_weight(self, weight: Tensor, bias: Tensor | None, own: Tensor) -> None:
         """Check what `update` is given; ``own`` is a buffer of the sampler."""
-        checks.floating("weight", weight)
-        if tuple(weight.shape) != (self.num_classes, self.in_features):
-            expected = (self.num_classes, self.in_features)
+        expected = (self.num_classes, self.in_features)
+        if tuple(checks.floating("weight", weight).shape) != expected:
             raise ValueError(f"weight must have shape {expected}, got {tuple(weight.shape)}")
         takes_bias = self.columns > self.in_features
         if (bias is not None) != takes_bias:
             needed = "given" if takes_bias else "None"
             raise ValueError(f"bias must be {needed}: the sampler was made with bias={takes_bias}")
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias must have shape ({len(weight)},), got {tuple(bias.shape)}")
+        checks.tables(weight, bias)
         checks.same_device("weight", weight, "the sampler", own)
 
     def _extended(self, query: Tensor, own: Tensor) -> Tensor:

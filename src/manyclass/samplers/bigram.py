@@ -11,6 +11,9 @@ from .base import Sampler
 from .draw import Part
 from .static import Unigram
 
+# The smallest share of the unigram: products of smaller ones with frequencies leave the range of float64.
+SMALLEST = 1e-290
+
 
 class Bigram(Sampler):
     """q(i | c) = (1 − λ)·count(c, i)/count(c) + λ·unigram(i), and the unigram alone for a context never seen.
@@ -35,13 +38,16 @@ class Bigram(Sampler):
         pairs = checks.indices("pairs", pairs, None)
         if pairs.dim() != 2 or pairs.shape[1] != 2 or len(pairs) == 0:
             raise ValueError(f"pairs must have shape (N, 2) with N ≥ 1, got {tuple(pairs.shape)}")
-        largest = int(pairs[:, 1].max())
-        self.num_classes = largest + 1 if num_classes is None else checks.positive_int("num_classes", num_classes)
+        last_context, largest = (int(column.max()) for column in pairs.T)
+        if last_context >= checks.MAX_CLASSES:
+            raise ValueError(f"pairs must hold contexts below {checks.MAX_CLASSES}, got {last_context}")
+        num_classes = largest + 1 if num_classes is None else num_classes
+        self.num_classes = checks.positive_int("num_classes", num_classes, maximum=checks.MAX_CLASSES)
         if largest >= self.num_classes:
             raise ValueError(f"pairs must hold classes in [0, {self.num_classes}), got {largest}")
-        if not (0 < interpolation <= 1):
-            raise ValueError(f"interpolation must be in (0, 1], got {interpolation}")
-        self.interpolation = interpolation
+        self.interpolation = checks.number("interpolation", interpolation)
+        if not (SMALLEST <= interpolation <= 1):
+            raise ValueError(f"interpolation must be in (0, 1], got {interpolation}; the smallest is {SMALLEST}")
         self.unigram = Unigram(torch.bincount(pairs[:, 1], minlength=self.num_classes) + 1)
 
         # One sorted key per distinct pair; the keys of one context are consecutive.
@@ -61,10 +67,11 @@ class Bigram(Sampler):
             pairs = pairs - pairs.new_tensor([0, part.first])
         return cls, {**options, "pairs": pairs}
 
-    def _row(self, context: Tensor) -> tuple[Tensor, Tensor]:
-        """The table row of each context and its share of the mixture, 0 if the context was never seen."""
+    def _row(self, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The table row of each context, its share of the mixture, 0 if it was never seen, and the unigram's share."""
         row = context.clamp(max=len(self.table.offsets) - 2)
-        return row, torch.where(self.table.total(row) > 0, 1 - self.interpolation, 0.0)
+        seen = (self.table.total(row) > 0).double()
+        return row, seen * (1 - self.interpolation), seen * self.interpolation + (1 - seen)
 
     def _cell(self, context: Tensor, ids: Tensor) -> Tensor:
         """The table cell of each pair, −1 if it was never seen."""
@@ -75,12 +82,12 @@ class Bigram(Sampler):
 
     def _draw(self, query, uniform, exclude, context):
         assert context is not None
-        row, share = self._row(context)
-        first, share = uniform[..., 0], share.unsqueeze(-1)
+        row, share, rest = self._row(context)
+        first, share, rest = uniform[..., 0], share.unsqueeze(-1), rest.unsqueeze(-1)
         # The first uniform number picks the part of the mixture and, stretched to [0, 1), draws from it.
         from_table = first < share
         example, slot = from_table.nonzero(as_tuple=True)
-        ids = self.unigram.table.draw(torch.zeros_like(row), ((first - share) / (1 - share)).clamp(min=0))
+        ids = self.unigram.table.draw(torch.zeros_like(row), ((first - share) / rest).clamp(0, 1 - 2**-53))
         cells = self.table.draw(row[example], (first / share)[example, slot].unsqueeze(-1)).squeeze(-1)
         ids = ids.index_put((example, slot), self.keys[cells] % self.num_classes)
         if exclude is not None:
@@ -91,14 +98,12 @@ class Bigram(Sampler):
 
     def _draw_without(self, context: Tensor, exclude: Tensor, uniform: Tensor) -> Tensor:
         """Draw from the mixture without the class ``exclude``; all of shape ``(k,)``."""
-        row, share = self._row(context)
-        skip = self._cell(context, exclude)
-        table_rest = share * (1 - self._frequency(context, exclude))
-        unigram_rest = (1 - share) * (1 - self._unigram_frequency(exclude))
+        row, skip = self._row(context)[0], self._cell(context, exclude)
+        table_rest, unigram_rest = self._rests(context, exclude)
         mass = uniform * (table_rest + unigram_rest)
         from_table = mass < table_rest
         ids = self.unigram.table.draw_without(
-            torch.zeros_like(row), exclude, ((mass - table_rest) / unigram_rest).clamp(min=0)
+            torch.zeros_like(row), exclude, ((mass - table_rest) / unigram_rest).clamp(0, 1 - 2**-53)
         )
         example = from_table.nonzero().squeeze(-1)
         cells = self.table.draw_without(row[example], skip[example], (mass / table_rest)[example])
@@ -108,12 +113,22 @@ class Bigram(Sampler):
         assert context is not None
         log_prob = self._prob(context.unsqueeze(-1), ids).log()
         if exclude is not None:
-            log_prob = log_prob - torch.log1p(-self._prob(context, exclude)).unsqueeze(-1)
+            table_rest, unigram_rest = self._rests(context, exclude)
+            log_prob = log_prob - (table_rest + unigram_rest).log().unsqueeze(-1)
         return log_prob
 
+    def _rests(self, context: Tensor, exclude: Tensor) -> tuple[Tensor, Tensor]:
+        """What the classes but ``exclude`` have of the table and of the unigram; neither is 1 − a rounded number."""
+        row, share, rest = self._row(context)
+        cell, total = self._cell(context, exclude), self.table.total(row)
+        others = total - torch.where(cell >= 0, self.table.weight[cell.clamp(min=0)], 0.0)
+        unigram = self.unigram.table
+        unigram_others = (unigram.cumulative[-1] - unigram.weight[exclude]) / unigram.cumulative[-1]
+        return torch.where(total > 0, share * others / total, 0.0), rest * unigram_others
+
     def _prob(self, context: Tensor, ids: Tensor) -> Tensor:
-        share = self._row(context)[1]
-        return share * self._frequency(context, ids) + (1 - share) * self._unigram_frequency(ids)
+        _, share, rest = self._row(context)
+        return share * self._frequency(context, ids) + rest * self._unigram_frequency(ids)
 
     def _frequency(self, context: Tensor, ids: Tensor) -> Tensor:
         """count(c, i)/count(c), 0 for a context never seen."""

@@ -30,7 +30,7 @@ def bisect_reference(rows: Tensor, borders: Tensor) -> Tensor:
     """`bisect` in plain PyTorch, one level at a time."""
     order, blocks = torch.arange(len(rows), device=rows.device), len(borders) - 1
     width = blocks
-    while width > 1:
+    while width > 1 and len(rows):
         begin, end = borders[:-1:width], borders[width::width]
         size = end - begin
         longest = int(size.max())

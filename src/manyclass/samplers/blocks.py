@@ -71,7 +71,7 @@ class Blocks(Incremental):
         bias: bool = False,
     ) -> None:
         super().__init__(num_classes, in_features, bias)
-        self.own = checks.positive_int("own", own)
+        self.own = checks.positive_int("own", own, maximum=checks.MAX_CLASSES)
         self.probe = checks.positive_int("probe", probe)
         checks.positive_int("block_size", block_size)
         self.prediction = checks.one_of("prediction", prediction, functional.PREDICTIONS)
@@ -176,7 +176,7 @@ class Blocks(Incremental):
         generator: torch.Generator | None = None,
     ) -> Draw:
         """Draw ``own`` negatives for each example and a pool of ``num_samples``; the rest is as in `Sampler.draw`."""
-        checks.positive_int("num_samples", num_samples)
+        checks.positive_int("num_samples", num_samples, maximum=checks.MAX_CLASSES)
         flat, exclude, _ = self._flatten(query, exclude, context)
         uniform = torch.rand(1 + len(flat), dtype=torch.float64, device=query.device, generator=generator)
         return self._draw_parts(flat, num_samples, exclude, uniform, query.shape[:-1])

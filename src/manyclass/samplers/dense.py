@@ -45,11 +45,7 @@ class Dense(Sampler):
 
     def update(self, weight: Tensor, rows: Tensor | None = None, *, bias: Tensor | None = None) -> None:
         """Copy the class weights, all of them or only ``rows``."""
-        checks.floating("weight", weight)
-        if weight.dim() != 2 or weight.numel() == 0:
-            raise ValueError(f"weight must have shape (num_classes, in_features), got {tuple(weight.shape)}")
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias must have shape ({len(weight)},), got {tuple(bias.shape)}")
+        checks.tables(weight, bias)
         pairs = [("weight", weight.detach()), ("bias", weight.new_zeros(0) if bias is None else bias.detach())]
         dtype = torch.promote_types(weight.dtype, torch.float32)
         for name, new in pairs:

@@ -11,6 +11,9 @@ from ..alias import AliasTable
 from .base import SCOPES, Sampler
 from .draw import Part
 
+# The classes besides an excluded one must have more than this share of the total: less is lost in rounding.
+ROUNDING = 1e-10
+
 
 class Uniform(Sampler):
     """q_i = 1/n. O(1) per draw, no memory.
@@ -107,21 +110,29 @@ class Unigram(Sampler):
         if not isinstance(counts, Tensor) or counts.is_complex() or counts.dtype == torch.bool:
             kind = getattr(counts, "dtype", type(counts).__name__)
             raise TypeError(f"counts must be a tensor of numbers, got {kind}")
+        checks.dense("counts", checks.with_values("counts", counts))
         if counts.dim() != 1 or counts.numel() == 0:
             raise ValueError(f"counts must have shape (num_classes,), got {tuple(counts.shape)}")
-        if not math.isfinite(power):
-            raise ValueError(f"power must be finite, got {power}")
-        low, high = (float(x) for x in torch.aminmax(counts))
+        power = checks.number("power", power)
+        numbers = counts.double()
+        low, high = (float(x) for x in torch.aminmax(numbers))
         if not (low >= 0 and high < math.inf):
             raise ValueError(f"counts must be finite and not negative, got values from {low} to {high}")
         if high == 0:
             raise ValueError("counts must not all be zero")
         self.power = power
         self.num_classes = len(counts)
-        if power == 1 and not counts.is_floating_point() and float(counts.double().sum()) * len(counts) < 2**62:
+        total = float(numbers.sum())
+        if power == 1 and not counts.is_floating_point() and total < 2**53 and total * len(counts) < 2**62:
             weight = counts.long()
         else:
-            weight = torch.where(counts > 0, counts.double() ** power, 0.0)
+            weight = torch.where(numbers > 0, numbers**power, 0.0)
+            smallest, largest = float(weight[numbers > 0].min()), float(weight.sum()) * len(weight)
+            if not (smallest >= torch.finfo(weight.dtype).tiny and largest < math.inf):
+                raise ValueError(
+                    f"counts ** {power} must stay within the range of float64, got masses from {smallest} to a total "
+                    f"of {float(weight.sum())}: scale the counts, or take a power closer to 0"
+                )
         self.table = AliasTable(weight)
 
     @classmethod
@@ -139,11 +150,7 @@ class Unigram(Sampler):
         row = torch.zeros(len(query), dtype=torch.long, device=query.device)
         ids = self.table.draw(row, uniform[..., 0])
         if exclude is not None:
-            alone = self.table.weight[exclude] >= self.table.cumulative[-1]
-            if bool(alone.any()):
-                raise ValueError(
-                    f"exclude = {int(exclude[alone][0])} leaves no class to draw: no other class has a count above 0"
-                )
+            self._rest(exclude)
             # A hit on the excluded class is drawn once more from the other classes: q_i + q_y · q_i/(1 − q_y).
             example, slot = (ids == exclude.unsqueeze(-1)).nonzero(as_tuple=True)
             second = self.table.draw_without(row[example], exclude[example], uniform[example, slot, 1])
@@ -155,10 +162,20 @@ class Unigram(Sampler):
         return self.table.cumulative[-1].log().to(query.dtype).expand(len(query))
 
     def _log_prob(self, query, ids, exclude, context):
-        rest = self.table.cumulative[-1]
-        if exclude is not None:
-            rest = (rest - self.table.weight[exclude]).unsqueeze(-1)
+        rest = self.table.cumulative[-1] if exclude is None else self._rest(exclude).unsqueeze(-1)
         return (self.table.weight[ids] / rest).log()
+
+    def _rest(self, exclude: Tensor) -> Tensor:
+        """The mass of all classes but ``exclude``, same shape."""
+        total = self.table.cumulative[-1]
+        rest = total - self.table.weight[exclude]
+        alone = rest <= ROUNDING * total
+        if bool(alone.any()):
+            raise ValueError(
+                f"exclude = {int(exclude[alone][0])} leaves no class to draw: no other class has a count above "
+                f"{ROUNDING} of the total"
+            )
+        return rest
 
     def extra_repr(self) -> str:
         """Show the number of classes and the power."""

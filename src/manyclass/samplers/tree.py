@@ -61,7 +61,8 @@ class KernelTree(Incremental):
         if not callable(getattr(kernel, "feature_map", None)) or not callable(getattr(kernel, "feature_dim", None)):
             raise TypeError(f"kernel must have methods feature_map and feature_dim, got {kernel!r}")
         self.kernel = kernel
-        self.branching = checks.positive_int("branching", branching, 2)
+        # More children than there are classes make no other tree.
+        self.branching = min(checks.positive_int("branching", branching, 2), max(2, num_classes))
         checks.one_of("ending", ending, ENDINGS)
         self.ending = ending
         features = kernel.feature_dim(self.columns)
@@ -76,7 +77,7 @@ class KernelTree(Incremental):
         self.leaf_size = min(checks.positive_int("leaf_size", leaf_size), num_classes)
         self.sizes = [math.ceil(num_classes / self.leaf_size)]
         while self.sizes[0] > MAX_TOP:
-            self.sizes.insert(0, math.ceil(self.sizes[0] / branching))
+            self.sizes.insert(0, math.ceil(self.sizes[0] / self.branching))
         self.register_buffer("weight", torch.zeros(num_classes, self.columns), persistent=False)
         self.register_buffer("sums", torch.zeros(sum(self.sizes), padded), persistent=False)
         self._refresh()
@@ -128,7 +129,7 @@ class KernelTree(Incremental):
             exclude, value = torch.empty(0, dtype=torch.long), query.new_empty(0)
         else:
             value = kernels.evaluate(self.kernel, query, self.weight[exclude])
-        return torch.ops.manyclass.tree_draw(
+        ids, log_prob = torch.ops.manyclass.tree_draw(
             features,
             query.contiguous(),
             self._masses(features, 0),
@@ -145,6 +146,8 @@ class KernelTree(Incremental):
             FLOOR,
             self.ending == "leaf",
         )
+        _check_finite(log_prob)
+        return ids, log_prob
 
     def _draw_reference(self, query: Tensor, uniform: Tensor, exclude: Tensor | None) -> tuple[Tensor, Tensor]:
         """The same draw with the masses of all nodes at hand: one uniform number, stretched at each step."""
@@ -202,10 +205,9 @@ class KernelTree(Incremental):
         return prob
 
     def _masses(self, features: Tensor, level: int) -> Tensor:
-        """⟨φ(h), z(C)⟩ for all nodes of a level, shape ``(batch, nodes)``. The first level sees every class."""
+        """⟨φ(h), z(C)⟩ for all nodes of a level, shape ``(batch, nodes)``."""
         masses = features @ self._level(level).T
-        if level == 0 and not bool(torch.isfinite(masses).all()):
-            raise ValueError("the masses of the kernel tree are not finite; class weights must be finite, and smaller")
+        _check_finite(masses)
         return masses
 
     def _class_prob(self, query: Tensor, leaf: Tensor, exclude: Tensor | None) -> Tensor:
@@ -245,3 +247,8 @@ class KernelTree(Incremental):
             f"leaf_size={self.leaf_size}, branching={self.branching}, ending={self.ending!r}, levels={self.sizes}, "
             f"sums={self.sums.numel() * self.sums.element_size():,} bytes ({ratio:.2f} × the class weights)"
         )
+
+
+def _check_finite(masses: Tensor) -> None:
+    if not bool(torch.isfinite(masses).all()):
+        raise ValueError("the masses of the kernel tree are not finite; class weights must be finite, and smaller")
