@@ -1,6 +1,6 @@
 """Train a softmax over thousands to millions of classes by adaptive, kernel based sampling."""
 
-from . import functional, kernels, samplers
+from . import functional, kernels, optim, samplers
 from .clip import clip_grad_norm_
 from .diagnostics import Diagnostics
 from .head import SampledSoftmax
@@ -8,4 +8,13 @@ from .ops import native_available
 
 __version__ = "0.1.0"
 
-__all__ = ["Diagnostics", "SampledSoftmax", "clip_grad_norm_", "functional", "kernels", "native_available", "samplers"]
+__all__ = [
+    "Diagnostics",
+    "SampledSoftmax",
+    "clip_grad_norm_",
+    "functional",
+    "kernels",
+    "native_available",
+    "optim",
+    "samplers",
+]
