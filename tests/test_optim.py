@@ -1,4 +1,4 @@
-"""Optimisers for dense and sparse gradients: against torch's, by rows, with everything that training puts around them."""
+"""Optimisers for dense and sparse gradients: against torch's, by rows, and with all that training puts around them."""
 
 import copy
 import io
@@ -390,7 +390,7 @@ def test_options_for_dense_gradients_only(kind, options, message):
 def test_bad_parameters_and_arguments():
     with pytest.raises(TypeError, match="unexpected keyword argument 'row_wise'"):
         optim.AdamW([table()], row_wise=True)
-    with pytest.raises(ValueError, match="Invalid beta parameter at index 0: 1.5"):
+    with pytest.raises(ValueError, match=r"Invalid beta parameter at index 0: 1\.5"):
         optim.AdamW([table()], betas=(1.5, 0.9))
     weight = nn.Parameter(torch.randn(D, N).T)
     weight.grad = gradient([1], 0)

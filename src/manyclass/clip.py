@@ -30,12 +30,13 @@ def clip_grad_norm_(
             continue
         group = getattr(parameter, "shard_group", None)
         found = grads if group is None else sharded.setdefault(group, [])
-        if parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()
+        grad = parameter.grad
+        if grad.is_sparse:
+            parameter.grad = grad.coalesce()
             # pyright does not know that a coalesced tensor's values are a view of it.
-            found.append(parameter.grad._values())
-        else:
-            found.append(parameter.grad)
+            grad = parameter.grad._values()
+        if grad.numel():  # nothing has no largest value
+            found.append(grad)
     total_norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
     for group, parts in sharded.items():
         from .distributed.collectives import gathered  # not everyone has torch.distributed

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from .rows import RowUpdate, update_rows_
 
-# State of a parameter: the last step of each row, and the sums of each step, float64, shape (2, steps). The first sum is the log of the
-# product of all weight decays up to the step. The second is the way that momentum has since carried a row that had its
-# last gradient in this step, as a multiple of first/√second, before decay.
+# State of a parameter: the last step of each row, and two sums for every step, float64, shape (2, steps).
+# The first sum is the log of the product of all weight decays up to the step. The second is how far momentum has since
+# carried a row that had its last gradient in this step, as a multiple of first/√second, before decay.
 ROW_STEP, HISTORY = "row_step", "history"
 # Momentum is followed until it has shrunk to this.
 NEGLIGIBLE = 1e-9
@@ -73,7 +73,9 @@ def close_step(state: dict[str, Any], update: RowUpdate) -> None:
     carried[begin:step] += update.rate / update.root * undecayed * shrink**age
 
 
-def flush(weight: Tensor, first: Tensor | None, second: Tensor | None, state: dict[str, Any], update: RowUpdate) -> None:
+def flush(
+    weight: Tensor, first: Tensor | None, second: Tensor | None, state: dict[str, Any], update: RowUpdate
+) -> None:
     """Complete all rows of ``weight``, shape ``(num_rows, columns)``."""
     update = update._replace(rate=0.0, gain1=0.0, gain2=0.0)
     for begin in range(0, len(weight), CHUNK):

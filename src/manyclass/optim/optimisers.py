@@ -5,8 +5,7 @@ what they have missed comes first; docs/optimisers.md says what that means.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ class Rows(Optimizer):
     """What the optimisers share: which parameters are updated by rows, and how."""
 
     #: Options that only dense gradients allow, and why.
-    _dense_only: Mapping[str, str] = {
+    _dense_only: ClassVar[dict[str, str]] = {
         "capturable": "rows are counted on the host",
         "differentiable": "the update is not part of the graph",
         "fused": "rows have a kernel of their own",
@@ -78,7 +77,9 @@ class Rows(Optimizer):
     def _tables(self, parameter: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return weights, first and second moments as matrices."""
         state = self.state[parameter]
-        first, second = (None if state.get(name) is None else _matrix(state[name]) for name in (self._first, self._second))
+        first, second = (
+            None if state.get(name) is None else _matrix(state[name]) for name in (self._first, self._second)
+        )
         return _matrix(parameter), first, second
 
     def _make_moments(self, group: Group, parameter: Tensor, state: State) -> None:
@@ -103,7 +104,7 @@ class Rows(Optimizer):
                     lazy.flush(*self._tables(parameter), state, self._row_update(group, int(state["step"])))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave. torch casts all of it to the dtype of its parameter: here steps and sums stay."""
+        """Load what `state_dict` gave; torch casts all of it to the parameter's dtype, but steps and sums stay."""
         super().load_state_dict(state_dict)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -167,11 +168,11 @@ class AdamRows(Rows):
         )
 
 
-class AdamW(AdamRows, torch.optim.AdamW):
+class AdamW(AdamRows, torch.optim.AdamW):  # pyright: ignore[reportIncompatibleMethodOverride]
     """`torch.optim.AdamW` for dense and sparse gradients.
 
-    Rows that are not in a sparse gradient wait, and catch up at their next gradient, or at `flush`: the weights are then
-    those of torch's AdamW with the same gradients in dense form.
+    Rows that are not in a sparse gradient wait. They catch up at their next gradient, or at `flush`: the weights are
+    then those of torch's AdamW with the same gradients in dense form.
 
     Args:
         params: what to optimise, as for torch; the arguments down to ``amsgrad`` are torch's, too.
@@ -181,7 +182,7 @@ class AdamW(AdamRows, torch.optim.AdamW):
         weight_decay: times ``lr``, the share of each weight that a step takes.
         amsgrad: for dense gradients only.
         rowwise: keep one second moment per row of parameters with sparse gradients: the mean over the row.
-        options: ``foreach`` and ``maximize``; ``fused``, ``capturable`` and ``differentiable`` for dense gradients only.
+        options: ``foreach`` and ``maximize``; for dense gradients only ``fused``, ``capturable``, ``differentiable``.
 
     Example:
         >>> head = manyclass.SampledSoftmax(64, 100_000)
@@ -206,7 +207,7 @@ class AdamW(AdamRows, torch.optim.AdamW):
         self._set_default("rowwise", rowwise)
 
 
-class Adam(AdamRows, torch.optim.Adam):
+class Adam(AdamRows, torch.optim.Adam):  # pyright: ignore[reportIncompatibleMethodOverride]
     """`torch.optim.Adam` for dense and sparse gradients.
 
     Args:
@@ -238,7 +239,7 @@ class Adam(AdamRows, torch.optim.Adam):
         self._set_default("rowwise", rowwise)
 
 
-class Adagrad(Rows, torch.optim.Adagrad):
+class Adagrad(Rows, torch.optim.Adagrad):  # pyright: ignore[reportIncompatibleMethodOverride]
     """`torch.optim.Adagrad` with a native kernel for sparse gradients. Its rows have nothing to catch up with.
 
     Args:
@@ -279,7 +280,7 @@ class Adagrad(Rows, torch.optim.Adagrad):
         return RowUpdate(rate=float(group["lr"]) / (1 + (step - 1) * group["lr_decay"]), eps=group["eps"])
 
 
-class SGD(Rows, torch.optim.SGD):
+class SGD(Rows, torch.optim.SGD):  # pyright: ignore[reportIncompatibleMethodOverride]
     """`torch.optim.SGD` for dense and sparse gradients; the arguments are torch's.
 
     For sparse gradients it has ``momentum`` or ``weight_decay``, not both. Rows that are not in the gradient wait, and
