@@ -23,6 +23,7 @@ bench: .venv/ready
 	$(BIN)/manyclass bench bias
 	$(BIN)/manyclass bench distributed
 	$(BIN)/manyclass bench retrieval
+	$(BIN)/manyclass bench optim
 
 .venv/torch: constraints.txt
 	$(PYTHON) -m venv .venv
@@ -42,7 +43,7 @@ asan: .venv/ready
 	  -DCMAKE_CXX_FLAGS="-fsanitize=address -fno-omit-frame-pointer"
 	cmake --build build/asan
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-	  MANYCLASS_NATIVE=build/asan/_native.so $(BIN)/python -m pytest tests/test_blocks.py tests/test_fused.py tests/test_tree.py tests/test_samplers.py
+	  MANYCLASS_NATIVE=build/asan/_native.so $(BIN)/python -m pytest tests/test_blocks.py tests/test_fused.py tests/test_optim.py tests/test_tree.py tests/test_samplers.py
 
 clean:
 	rm -rf .venv build out

@@ -21,6 +21,8 @@ ROW_STEP, HISTORY = "row_step", "history"
 NEGLIGIBLE = 1e-9
 # Smaller decays are 0, so that no moment becomes a denormal number, which processors are slow with.
 SMALLEST = 1e-20
+# Steps that there is room for at first.
+CAPACITY = 1024
 # Rows that `flush` takes at a time.
 CHUNK = 16_384
 
@@ -29,7 +31,7 @@ def start(state: dict[str, Any], rows: int, device: torch.device) -> None:
     """Begin to keep what rows miss; up to the last step they are complete."""
     done = int(state["step"]) - 1
     state[ROW_STEP] = torch.full((rows,), done, dtype=torch.int32, device=device)
-    state[HISTORY] = torch.zeros(2, 2 * done + 1024, dtype=torch.float64, device=device)
+    state[HISTORY] = torch.zeros(2, 2 * done + CAPACITY, dtype=torch.float64, device=device)
 
 
 def nothing_missed(count: int, update: RowUpdate, like: Tensor) -> Tensor:
@@ -51,8 +53,6 @@ def catch_up(state: dict[str, Any], rows: Tensor, update: RowUpdate, like: Tenso
 
 def open_step(state: dict[str, Any], update: RowUpdate) -> None:
     """Note the weight decay of this step."""
-    if not update.weight_decay < 1:
-        raise ValueError(f"lr * weight_decay must be below 1, got {update.weight_decay}")
     step = int(state["step"])
     if step == state[HISTORY].shape[1]:
         state[HISTORY] = torch.cat([state[HISTORY], torch.zeros_like(state[HISTORY])], dim=1)

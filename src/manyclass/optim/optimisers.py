@@ -59,9 +59,12 @@ class Rows(Optimizer):
                 raise ValueError(f"{name}={group[name]} does not work with sparse gradients: {reason}")
         rows, grad = _rows_of(parameter)
         state = self.state[parameter]
-        state["step"] = state.get("step", torch.tensor(0.0)) + 1
+        step = int(state.get("step", 0)) + 1
+        update = self._row_update(group, step)
+        if not update.weight_decay < 1:
+            raise ValueError(f"lr * weight_decay must be below 1, got {update.weight_decay}")
+        state["step"] = torch.tensor(float(step))
         self._make_moments(group, parameter, state)
-        update = self._row_update(group, int(state["step"]))
         if lazy.ROW_STEP not in state and (update.decay1 or update.decay2 != 1 or update.weight_decay):
             lazy.start(state, len(parameter), parameter.device)
         complete = lazy.ROW_STEP not in state
