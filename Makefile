@@ -23,6 +23,7 @@ bench: .venv/ready
 	$(BIN)/manyclass bench bias
 	$(BIN)/manyclass bench distributed
 	$(BIN)/manyclass bench retrieval
+	$(BIN)/manyclass bench optim
 
 .venv/torch: constraints.txt
 	$(PYTHON) -m venv .venv
@@ -42,7 +43,7 @@ SANITIZED := LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 MANYCLASS_NATIVE=build/asan/_native.so $(BIN)/python
 
 asan: build/asan/_native.so
-	$(SANITIZED) -m pytest tests/test_blocks.py tests/test_fused.py tests/test_native.py tests/test_samplers.py tests/test_tree.py
+	$(SANITIZED) -m pytest tests/test_blocks.py tests/test_fused.py tests/test_native.py tests/test_optim.py tests/test_samplers.py tests/test_tree.py
 
 # … and under random calls of the native operations and of the Python interface.
 fuzz: build/asan/_native.so

@@ -306,4 +306,42 @@ MANYCLASS_SIMD float exp_sum(float* values, int64_t count, float shift) {
   return sum;
 }
 
+MANYCLASS_SIMD void update_row(const RowUpdate& update, const float* missed, int64_t size, const float* grad, float* first,
+                               float* second, int64_t width, float* weight) {
+  const float gain1 = update.gain1, gain2 = update.gain2, rate = update.rate, root = update.root, eps = update.eps;
+  const float scale = missed[0], move = missed[1], decay1 = missed[2], decay2 = missed[3];
+  const bool full = second && width == size;
+  if (first && move != 0 && full) {
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) weight[i] -= move * first[i] / (std::sqrt(second[i]) * root + eps);
+  } else if (first && move != 0) {
+    const float factor = second ? move / (std::sqrt(*second) * root + eps) : move;
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) weight[i] -= factor * first[i];
+  }
+  if (first) {
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) first[i] = decay1 * first[i] + gain1 * grad[i];
+  }
+  const float* step = first ? first : grad;
+  if (full) {
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) {
+      second[i] = decay2 * second[i] + gain2 * (grad[i] * grad[i]);
+      weight[i] = scale * weight[i] - rate * step[i] / (std::sqrt(second[i]) * root + eps);
+    }
+    return;
+  }
+  float factor = rate;
+  if (second) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < size; ++i) sum += grad[i] * grad[i];
+    *second = decay2 * *second + gain2 * (sum / static_cast<float>(size));
+    factor /= std::sqrt(*second) * root + eps;
+  }
+#pragma omp simd
+  for (int64_t i = 0; i < size; ++i) weight[i] = scale * weight[i] - factor * step[i];
+}
+
 }  // namespace manyclass

@@ -72,6 +72,15 @@ void leave_out(const int64_t* ids, int64_t count, int64_t id, float* values);
 // the pool.
 void choose(const float* e, const float* pool, int64_t count, int64_t number, float total, float* chance);
 
+// How an optimiser changes rows; see update_rows_.
+struct RowUpdate {
+  float gain1, gain2, rate, root, eps;
+};
+
+// One row of update_rows_: `first` and `second`, which has `width` numbers, may be null.
+void update_row(const RowUpdate& update, const float* missed, int64_t size, const float* grad, float* first, float* second,
+                int64_t width, float* weight);
+
 // values[i] = exp(values[i] − shift) for values that are at most `shift`, −∞ among them; returns their sum.
 float exp_sum(float* values, int64_t count, float shift);
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from manyclass import SampledSoftmax, clip_grad_norm_, ops
+from manyclass import SampledSoftmax, clip_grad_norm_, ops, optim
 from manyclass.distributed import ShardedSampledSoftmax, data_parallel
 from manyclass.shard import Examples
 from manyclass.train.processes import leave
@@ -315,10 +315,10 @@ class Model(nn.Module):
         return self.head(self.trunk(query), target)
 
 
-def trains_as_one_process(model, query, target, mine):
+def trains_as_one_process(model, query, target, mine, kinds=(torch.optim.SGD, torch.optim.SGD), **options):
     """Some steps with clipped gradients, of this rank's examples and of one process with all: the same weights."""
     single, head = Model(fill(SampledSoftmax(D, N, "uniform")).eval()), model.module.head
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, single)]
+    optimizers = [kind(m.parameters(), lr=0.5, **options) for kind, m in zip(kinds, (model, single), strict=True)]
     for _ in range(4):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -417,6 +417,29 @@ def check_refused(rank, ranks):
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             call()
+
+
+def check_adamw_trains_as_one_process(rank, ranks):
+    """Sparse gradients of shards and dense ones of the trunk in one optimiser; and of a layer that each rank has."""
+    query, target, sizes = examples(ranks)
+    begin = sum(sizes[:rank])
+    mine = slice(begin, begin + sizes[rank])
+    model = data_parallel(Model(sharded(num_samples=1000 * N, block_size=4)))
+    kinds = (optim.AdamW, torch.optim.AdamW)
+    trains_as_one_process(model, query, target, mine, kinds, eps=0.1, weight_decay=0.1)
+    assert model.module.head.weight.grad.is_sparse
+    torch.manual_seed(rank)
+    whole = data_parallel(Model(fill(SampledSoftmax(D, N, num_samples=16, block_size=4))))
+    optimizer = optim.AdamW(whole.parameters(), lr=0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        whole(*(part.tensor_split(ranks)[rank] for part in (query, target))).backward()
+        optimizer.step()
+    optimizer.flush()
+    for parameter in whole.parameters():
+        everyone = [torch.empty_like(parameter) for _ in range(ranks)]
+        dist.all_gather(everyone, parameter.detach())
+        assert all(torch.equal(parameter, other) for other in everyone)
 
 
 def check_training_learns_as_one_process_does(rank, ranks):

@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 import manyclass as manyclass_package
 from manyclass import samplers
-from manyclass.bench import bias, draws, judges, profiling, stalls, step, tensorflow_step, tree
+from manyclass.bench import bias, draws, judges, optim, profiling, stalls, step, tensorflow_step, tree
 from manyclass.cli import demo
 from manyclass.train.data import prepare_text, python_sources
 
@@ -82,6 +82,19 @@ def test_bench_draws(tmp_path, monkeypatch):
         rows = list(csv.DictReader(file))
     assert len(rows) == 8
     assert all(float(row["seconds"]) > 0 for row in rows)
+
+
+def test_bench_optim(tmp_path, monkeypatch):
+    monkeypatch.setattr(optim, "WARM_UP", 1)
+    monkeypatch.setattr(optim, "time_steps", lambda steps: dict.fromkeys(steps, 1.0))
+    console = Console(record=True, width=120)
+    optim.run(tmp_path, console, 2000)
+    with (tmp_path / "optim.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["optimizer"] for row in rows] == list(optim.OPTIMIZERS)
+    state = {row["optimizer"]: float(row["state"]) for row in rows}
+    assert state["AdamW"] > 2 > state["AdamW, rowwise"] > 1 > state[optim.BASELINE] == 0
+    assert "torch SparseAdam" in console.export_text()
 
 
 def test_bench_tree(tmp_path, monkeypatch):

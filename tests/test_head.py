@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 
 import pytest
@@ -198,16 +199,6 @@ def test_sparse_optimizers_leave_other_rows_alone_and_match_dense(optimizer):
         torch.testing.assert_close(sparse.bias, dense.bias)
 
 
-def test_adam_with_sparse_gradients_says_what_to_do():
-    head, (query, target, _) = head_of(), batch()
-    head(query, target).backward()
-    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
-        torch.optim.Adam(head.parameters()).step()
-    dense = head_of(sparse=False)
-    dense(query, target).backward()
-    torch.optim.AdamW(dense.parameters()).step()
-
-
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
 def test_clip_grad_norm(max_norm, norm_type):
@@ -225,6 +216,21 @@ def test_clip_grad_norm(max_norm, norm_type):
         torch.testing.assert_close(a.grad.to_dense(), b.grad)
     with pytest.raises(ValueError, match="max_norm must be positive, got 0"):
         manyclass.clip_grad_norm_(layers[0].parameters(), 0)
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_clip_takes_what_torch_takes(foreach):
+    """Empty sparse gradients, the largest value as the norm, and an error for norms that are not finite."""
+    embedding, linear = nn.Embedding(3, 2, sparse=True), nn.Linear(2, 2)
+    parameters = [*embedding.parameters(), *linear.parameters()]
+    linear(embedding(torch.tensor([], dtype=torch.long))).sum().backward()
+    embedding.weight.grad = torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.long), torch.zeros(0, 2), (3, 2))
+    for norm_type in (2.0, math.inf):
+        assert manyclass.clip_grad_norm_(parameters, 1.0, norm_type, foreach=foreach) == 0
+    linear.weight.grad.fill_(math.nan)
+    assert manyclass.clip_grad_norm_(parameters, 1.0, foreach=foreach).isnan()
+    with pytest.raises(RuntimeError, match="norm of the gradients is nan, and error_if_nonfinite=True"):
+        manyclass.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True, foreach=foreach)
 
 
 def test_clip_coalesces_first():

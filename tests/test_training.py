@@ -73,6 +73,7 @@ CASES = [
     ("classify", {"sampler": "unigram", "scope": "batch", "power": 0.75}),
     ("classify", {"sampler": "full", "prediction": "absolute"}),
     ("classify", {"optimizer": "adam", "lr": 0.01}),
+    ("next-item", {"optimizer": "adamw", "lr": 0.01, "tied": True}),
 ]
 
 

@@ -1,6 +1,6 @@
 """Train a softmax over thousands to millions of classes by adaptive, kernel based sampling."""
 
-from . import functional, kernels, samplers
+from . import functional, kernels, optim, samplers
 from .clip import clip_grad_norm_
 from .diagnostics import Diagnostics
 from .head import FullSoftmax
@@ -17,5 +17,6 @@ __all__ = [
     "functional",
     "kernels",
     "native_available",
+    "optim",
     "samplers",
 ]

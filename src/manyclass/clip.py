@@ -8,7 +8,13 @@ from torch import Tensor
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` for parameters of which some have sparse gradients.
 
     Scales all gradients in place so that their total norm is at most ``max_norm``; returns the norm they had.
@@ -24,20 +30,23 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
             continue
         group = getattr(parameter, "shard_group", None)
         found = grads if group is None else sharded.setdefault(group, [])
-        if parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()
+        grad = parameter.grad
+        if grad.is_sparse:
+            parameter.grad = grad.coalesce()
             # pyright does not know that a coalesced tensor's values are a view of it.
-            found.append(parameter.grad._values())
-        else:
-            found.append(parameter.grad)
-    total_norm = torch.nn.utils.get_total_norm(grads, norm_type)
+            grad = parameter.grad._values()
+        if grad.numel():  # nothing has no largest value
+            found.append(grad)
+    total_norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
     for group, parts in sharded.items():
         from .distributed.collectives import gathered  # not everyone has torch.distributed
 
-        own = torch.nn.utils.get_total_norm(parts, norm_type)
+        own = torch.nn.utils.get_total_norm(parts, norm_type, foreach=foreach)
         everyone = torch.linalg.vector_norm(gathered(own, group, "norms of gradients"), norm_type)
         total_norm = torch.linalg.vector_norm(torch.stack([total_norm.to(everyone.device), everyone]), norm_type)
         grads += parts
+    if error_if_nonfinite and not bool(torch.isfinite(total_norm)):
+        raise RuntimeError(f"the norm of the gradients is {float(total_norm)}, and error_if_nonfinite=True")
     scale = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
     for grad in grads:
         grad.mul_(scale.to(grad.device))

@@ -115,3 +115,7 @@ if _NATIVE:
     @torch.library.register_fake("manyclass::tree_refresh_")
     def _(sums, weight, sizes, leaf_size, branching, leaves, alpha):
         return None
+
+    @torch.library.register_fake("manyclass::update_rows_")
+    def _(weight, first, second, rows, grad, missed, *numbers):
+        return None

@@ -40,7 +40,7 @@ class SampledSoftmax(Head):
             ``"quadratic"`` and ``"quartic"``.
         bias: whether logits have a learned offset per class.
         sparse: whether gradients of ``weight`` and ``bias`` are sparse tensors (coalesced) that hold only the rows
-            drawn. SGD, Adagrad and SparseAdam take them; Adam and AdamW need ``sparse=False``.
+            drawn. The optimisers in `manyclass.optim` take them, and torch's SGD, Adagrad and SparseAdam do.
         reduction: ``"mean"`` over the targets that are not ignored, ``"sum"`` or ``"none"``.
         ignore_index: a target to leave out. If all are left out, or the batch is empty, the loss is 0.
         embedding: an ``nn.Embedding(num_classes, in_features)`` whose weight is used: tied input and output weights.

@@ -48,6 +48,18 @@ def draws(out: Out = Path("out"), threads: Threads = None) -> None:
 
 
 @app.command()
+def optim(
+    classes: Annotated[int, typer.Option(min=1000, help="Number of classes.")] = 1_000_000,
+    out: Out = Path("out"),
+    threads: Threads = None,
+) -> None:
+    """Whole training steps of the default layer with every optimiser, against sparse SGD. About 2 minutes."""
+    from ..bench import optim
+
+    optim.run(out, start(out, threads), classes)
+
+
+@app.command()
 def stalls(
     classes: Annotated[int, typer.Option(min=1000, help="Number of classes.")] = 5_000_000,
     steps: Annotated[int, typer.Option(min=2, help="Timed steps, spread over the growth of a tree.")] = 300,

@@ -13,33 +13,33 @@ from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import save as write
 
 from ..distributed import collectives, state
+from ..optim.lazy import HISTORY
 from .optimizers import state_by_name
 from .run import Run
 
-WEIGHTS, OPTIMIZERS, COMMON, RANK, STATE = "weights/", "optimizers/", "common", "rank/", "state/"
+WEIGHTS, OPTIMIZER, COMMON, RANK, STATE = "weights/", "optimizer/", "common", "rank/", "state/"
 
 
-def save(run: Run, step: int, model: Any, optimizers: list[Any], common: dict[str, Any], own: dict[str, Any]) -> None:
+def save(run: Run, step: int, model: Any, optimizer: Any, common: dict[str, Any], own: dict[str, Any]) -> None:
     """Write a checkpoint; called by all ranks.
 
     Args:
         run: where to.
         step: its name.
         model: a `Model` with a `ShardedSampledSoftmax`.
-        optimizers: of the model.
+        optimizer: of the model.
         common: what all ranks know.
         own: what only this rank knows; ``own["state"]``, hidden states ``(layers, rows, features)``, is kept by row.
     """
     head, rank = model.head, dist.get_rank()
     content = {WEIGHTS + name: _whole(name, value, head) for name, value in model.weights().items()}
-    for number, optimizer in enumerate(optimizers):
-        for name, values in state_by_name(model, optimizer).items():
-            for key, value in values.items():
-                content[f"{OPTIMIZERS}{number}/{name}/{key}"] = _whole(name, torch.as_tensor(value), head)
+    for name, values in state_by_name(model, optimizer).items():
+        for key, value in values.items():
+            content[f"{OPTIMIZER}{name}/{key}"] = _whole(name, torch.as_tensor(value), head, key)
     own = dict(own)
     content[f"{STATE}{rank}"] = _packed(own.pop("state"))
     content[f"{RANK}{rank}"] = _packed(own)
-    content[COMMON] = _packed({**common, "world": dist.get_world_size(), "optimizers": len(optimizers)})
+    content[COMMON] = _packed({**common, "world": dist.get_world_size()})
     group = dist.group.WORLD
     assert group is not None
     with collectives.together("a checkpoint", group):
@@ -69,14 +69,14 @@ def load(folder: Path, head: Any, part: tuple[int, int]) -> tuple[dict[str, Tens
         wanted |= {key: sizes[key] for key in (f"{RANK}{part[0]}", f"{STATE}{part[0]}")}
     found = _read(reader, wanted, head)
     weights = {key.removeprefix(WEIGHTS): value for key, value in found.items() if key.startswith(WEIGHTS)}
-    optimizers: list[dict[str, Any]] = [{} for _ in range(common.pop("optimizers"))]
+    optimizer: dict[str, dict[str, Any]] = {}
     for key, value in found.items():
-        if key.startswith(OPTIMIZERS):
-            number, name, field = key.removeprefix(OPTIMIZERS).split("/")
-            optimizers[int(number)].setdefault(name, {})[field] = value
+        if key.startswith(OPTIMIZER):
+            name, field = key.removeprefix(OPTIMIZER).split("/")
+            optimizer.setdefault(name, {})[field] = value
     ranks = sorted(int(key.removeprefix(STATE)) for key in found if key.startswith(STATE))
     states = [_unpacked(found[f"{STATE}{rank}"]) for rank in ranks]
-    rest = {**common, "optimizers": optimizers, "random": None}
+    rest = {**common, "optimizer": optimizer, "random": None}
     if same:
         rest |= _unpacked(found[f"{RANK}{part[0]}"])
         rest["state"] = states[0]
@@ -85,18 +85,15 @@ def load(folder: Path, head: Any, part: tuple[int, int]) -> tuple[dict[str, Tens
     return weights, rest
 
 
-def cut_optimizers(optimizers: list[dict[str, Any]], head: Any) -> list[dict[str, Any]]:
-    """The rows of this rank's classes in what optimisers remember of all classes."""
-    return [
-        {
-            name: {
-                key: value[head.shard.first : head.shard.last] if _has_rows(name, value, head.num_classes) else value
-                for key, value in values.items()
-            }
-            for name, values in optimizer.items()
+def cut_optimizer(optimizer: dict[str, Any], head: Any) -> dict[str, Any]:
+    """The rows of this rank's classes in what an optimiser remembers of all classes."""
+    return {
+        name: {
+            key: value[head.shard.first : head.shard.last] if _has_rows(name, value, head.num_classes, key) else value
+            for key, value in values.items()
         }
-        for optimizer in optimizers
-    ]
+        for name, values in optimizer.items()
+    }
 
 
 def cut_state(state: Any, part: tuple[int, int]) -> Any:
@@ -118,12 +115,14 @@ def _of_classes(name: str) -> bool:
     return name in [f"head.{own}" for own in state.NAMES]
 
 
-def _has_rows(name: str, value: Any, rows: int) -> bool:
+def _has_rows(name: str, value: Any, rows: int, key: str = "") -> bool:
+    if key == HISTORY:
+        return False
     return _of_classes(name) and isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
 
 
-def _whole(name: str, value: Tensor, head: Any) -> Tensor:
-    return state.as_sharded(value, head) if _has_rows(name, value, head.shard.last - head.shard.first) else value
+def _whole(name: str, value: Tensor, head: Any, key: str = "") -> Tensor:
+    return state.as_sharded(value, head) if _has_rows(name, value, head.shard.last - head.shard.first, key) else value
 
 
 def _read(reader: Any, sizes: dict[str, Any], head: Any) -> dict[str, Tensor]:
@@ -132,7 +131,8 @@ def _read(reader: Any, sizes: dict[str, Any], head: Any) -> dict[str, Tensor]:
     for key, size in sizes.items():
         shape, dtype = list(size.size), size.properties.dtype
         name = key.removeprefix(WEIGHTS) if key.startswith(WEIGHTS) else key.split("/")[-2] if "/" in key else key
-        if head is not None and _of_classes(name) and shape[:1] == [head.num_classes]:
+        by_class = _of_classes(name) and not key.endswith(f"/{HISTORY}")
+        if head is not None and by_class and shape[:1] == [head.num_classes]:
             rows = torch.empty(head.shard.last - head.shard.first, *shape[1:], dtype=dtype)
             found[key] = state.as_sharded(rows, head)
         else:

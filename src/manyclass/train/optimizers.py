@@ -1,4 +1,4 @@
-"""The optimisers of a model, and their state by the names of its parameters."""
+"""The optimiser of a model, and its state by the names of the parameters."""
 
 from typing import Any
 
@@ -6,23 +6,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .. import optim
 from .settings import Settings
 
+KINDS = {"adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW}
 
-def make(model: nn.Module, settings: Settings) -> list[Optimizer]:
-    """One for all parameters; or two, where sparse gradients need one of their own."""
-    parameters = list(model.parameters())
-    if settings.optimizer == "adagrad":
-        return [torch.optim.Adagrad(parameters, lr=settings.lr)]
-    if settings.optimizer == "sgd":
-        return [torch.optim.SGD(parameters, lr=settings.lr)]
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    sparse = {id(table.weight) for table in tables if table.sparse}
-    return [
-        kind([parameter for parameter in parameters if (id(parameter) in sparse) is wanted], lr=settings.lr)
-        for kind, wanted in ((torch.optim.Adam, False), (torch.optim.SparseAdam, True))
-        if any((id(parameter) in sparse) is wanted for parameter in parameters)
-    ]
+
+def make(model: nn.Module, settings: Settings) -> Optimizer:
+    """One for all parameters, whether their gradients are dense or sparse."""
+    return KINDS[settings.optimizer](model.parameters(), lr=settings.lr)
+
+
+def complete(optimizer: Optimizer) -> None:
+    """Let all weights be as if every step had reached them; see `optim.AdamW.flush`."""
+    if isinstance(optimizer, optim.AdamW | optim.Adam):
+        optimizer.flush()
 
 
 def state_by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:

@@ -135,7 +135,7 @@ class Run:
         if head is not None:
             from . import checkpoint
 
-            rest["optimizers"] = checkpoint.cut_optimizers(rest["optimizers"], head)
+            rest["optimizer"] = checkpoint.cut_optimizer(rest["optimizer"], head)
             rest["state"], rest["random"] = checkpoint.cut_state(rest["state"], part), None
         return weights, rest
 

@@ -76,8 +76,8 @@ class Settings:
     power: Annotated[float, _option(LAYER, "Exponent of the class counts of `unigram`.")] = 1.0
     prediction: Prediction = "softmax"
     optimizer: Annotated[
-        Literal["adagrad", "sgd", "adam"],
-        _option(TRAINING, "adam is SparseAdam where gradients are sparse."),
+        Literal["adagrad", "sgd", "adam", "adamw"],
+        _option(TRAINING, "Optimiser; adam and adamw want a smaller --lr, such as 0.001."),
     ] = "adagrad"
     lr: Rate = 0.05
     schedule: Annotated[

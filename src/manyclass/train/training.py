@@ -99,7 +99,7 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
     model = Model(task, settings)
     if processes.first and not run.exists():  # not before: what no model can be made of is no run
         run.write_json("config.json", _config(task))
-    optimizers = optimisation.make(model, settings)
+    optimizer = optimisation.make(model, settings)
     steps = settings.steps or max(1, round(settings.epochs * task.steps_per_epoch))
     milestones = {round(steps * part / settings.evaluations) for part in range(settings.evaluations + 1)} - {0}
     step, seconds, state, rows = 0, 0.0, None, []
@@ -109,13 +109,13 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
         common = {"model": model.buffers_and_extras(), "rows": [list(row) for row in rows]}
         own = {"random": torch.get_rng_state(), "state": state, "progress": [step, seconds, total, count]}
         if processes.world == 1:
-            states = [optimisation.state_by_name(model, optimizer) for optimizer in optimizers]
-            run.save(step, model.weights(), {**common, **own, "optimizers": states})
+            remembered = optimisation.state_by_name(model, optimizer)
+            run.save(step, model.weights(), {**common, **own, "optimizer": remembered})
         else:
             from . import checkpoint
 
             own["shard"] = model.head.shard_state()  # pyright: ignore[reportCallIssue]
-            checkpoint.save(run, step, model, optimizers, {**common, "progress": own["progress"]}, own)
+            checkpoint.save(run, step, model, optimizer, {**common, "progress": own["progress"]}, own)
         if processes.first:
             run.write_metrics(rows)
 
@@ -134,8 +134,7 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
     if found is not None:
         weights, rest = found
         model.restore(weights, rest["model"])
-        for optimizer, saved in zip(optimizers, rest["optimizers"], strict=True):
-            optimisation.load_state_by_name(model, optimizer, saved)
+        optimisation.load_state_by_name(model, optimizer, rest["optimizer"])
         state, (step, seconds, total, count) = rest["state"], rest["progress"]
         rows = [Metrics(*row) for row in rest["rows"]]
         if processes.first:
@@ -152,9 +151,8 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
         rows.append(evaluation())
     while step < steps:
         started = time.perf_counter()
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = settings.lr * schedule(settings.schedule, step / steps)
+        for group in optimizer.param_groups:
+            group["lr"] = settings.lr * schedule(settings.schedule, step / steps)
         batch = task.batch(step)
         if step % task.steps_per_epoch == 0:
             state = None
@@ -163,12 +161,12 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
             model.zero_grad()
             loss.backward()
         clip_grad_norm_(model.parameters(), settings.clip)
-        for optimizer in optimizers:
-            optimizer.step()
+        optimizer.step()
         step += 1
         seconds += time.perf_counter() - started
         total, count = total + float(loss.detach()), count + 1
         if step in milestones:
+            optimisation.complete(optimizer)
             rows.append(evaluation())
             total, count = 0.0, 0
             events(rows[-1])
