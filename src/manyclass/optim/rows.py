@@ -46,7 +46,9 @@ def update_rows_(
     none = weight.new_empty(0, weight.shape[1])
     first, second = none if first is None else first, none.clone() if second is None else second
     numbers = (update.gain1, update.gain2, update.rate, update.root, update.eps)
-    return torch.ops.manyclass.update_rows_(weight, first, second, rows, grad.contiguous(), missed, *numbers)
+    torch.ops.manyclass.update_rows_(weight, first, second, rows, grad.contiguous(), missed, *numbers)
+    torch.autograd.graph.increment_version(weight)  # a native kernel does not, and samplers follow it
+    return None
 
 
 def update_rows_reference_(
