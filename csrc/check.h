@@ -9,6 +9,8 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "simd.h"
+
 namespace manyclass {
 
 using torch::headeronly::ScalarType;
@@ -67,10 +69,7 @@ inline void check_ascending(const Tensor& ids, int64_t limit, const char* op, co
 
 // Uniform numbers must be in [0, 1).
 inline void check_uniform(const Tensor& uniform, const char* op) {
-  const auto* data = uniform.const_data_ptr<double>();
-  bool inside = true;
-  for (int64_t i = 0; i < uniform.numel(); ++i) inside &= data[i] >= 0 && data[i] < 1;
-  require(inside, op, ": uniform must be in [0, 1)");
+  require(outside_unit(uniform.const_data_ptr<double>(), uniform.numel()) == 0, op, ": uniform must be in [0, 1)");
 }
 
 }  // namespace manyclass

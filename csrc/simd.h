@@ -26,6 +26,9 @@ float dot(const float* a, const float* b, int64_t size);
 // ‖a − b‖².
 float squared_distance(const float* a, const float* b, int64_t size);
 
+// How many of the values are not in [0, 1).
+int64_t outside_unit(const double* values, int64_t count);
+
 // out[j] = ⟨query, rows[j]⟩ for `count` rows of `size` columns that lie one after the other.
 void dots(const float* query, const float* rows, int64_t count, int64_t size, float* out);
 

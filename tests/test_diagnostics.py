@@ -210,7 +210,7 @@ def test_the_number_of_samples_stays_in_its_bounds(monkeypatch):
     [
         ({"num_samples": 5, "tolerance": 0.1}, "give num_samples=5 or tolerance=0.1, not both"),
         ({"tolerance": 0.0}, "tolerance must be positive, in nats, got 0.0"),
-        ({"tolerance": math.nan}, "tolerance must be positive"),
+        ({"tolerance": math.nan}, "tolerance must be finite, got nan"),
     ],
 )
 def test_refused(arguments, message):
