@@ -34,19 +34,19 @@ void update_rows_(const Tensor& weight, const Tensor& first, const Tensor& secon
   const int64_t limit = weight.size(0), columns = weight.size(1), count = rows.numel();
   const bool has_first = first.size(0) > 0, has_second = second.size(0) > 0;
   const int64_t width = has_second ? second.size(1) : 0;
-  STD_TORCH_CHECK(grad.size(0) == count && grad.size(1) == columns, op, ": grad must be (", count, ", ", columns, "), got (",
+  require(grad.size(0) == count && grad.size(1) == columns, op, ": grad must be (", count, ", ", columns, "), got (",
                   grad.size(0), ", ", grad.size(1), ")");
-  STD_TORCH_CHECK(!has_first || (first.size(0) == limit && first.size(1) == columns), op,
+  require(!has_first || (first.size(0) == limit && first.size(1) == columns), op,
                   ": first must be empty or have the shape of weight");
-  STD_TORCH_CHECK(!has_second || (second.size(0) == limit && (width == columns || width == 1)), op,
+  require(!has_second || (second.size(0) == limit && (width == columns || width == 1)), op,
                   ": second must be empty, have the shape of weight, or one column");
-  STD_TORCH_CHECK(missed.size(0) == count && missed.size(1) == 4, op, ": missed must be (", count, ", 4), got (",
+  require(missed.size(0) == count && missed.size(1) == 4, op, ": missed must be (", count, ", 4), got (",
                   missed.size(0), ", ", missed.size(1), ")");
   const auto* row_data = rows.const_data_ptr<int64_t>();
   // Ascending rows are distinct, so no two threads write the same one.
   for (int64_t i = 0; i < count; ++i) {
-    STD_TORCH_CHECK(0 <= row_data[i] && row_data[i] < limit, op, ": rows must be in [0, ", limit, "), got ", row_data[i]);
-    STD_TORCH_CHECK(i == 0 || row_data[i - 1] < row_data[i], op, ": rows must be ascending and distinct");
+    require(0 <= row_data[i] && row_data[i] < limit, op, ": rows must be in [0, ", limit, "), got ", row_data[i]);
+    require(i == 0 || row_data[i - 1] < row_data[i], op, ": rows must be ascending and distinct");
   }
 
   auto* weight_data = weight.mutable_data_ptr<float>();

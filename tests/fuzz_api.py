@@ -147,7 +147,7 @@ def sampler_scenario(rng: random.Random, call: Caller) -> None:
     if sampler.adaptive:
         rows = None if rng.random() < 0.7 else torch.randint(n, (rng.randint(0, 4),))
         _, used = call(sampler.update, weight=weight, rows=rows)
-        weight = used["weight"]
+        weight, rows = used["weight"], used["rows"]
     n = sampler.num_classes
     shape = batch_shape(rng)
     query = torch.randn(*shape, d).to(rng.choice(DTYPES))
@@ -167,6 +167,8 @@ def sampler_scenario(rng: random.Random, call: Caller) -> None:
         loaded.load_state_dict(copy.deepcopy(sampler.state_dict()))
         if isinstance(sampler, samplers.Blocks):
             loaded.attach(weight, None)
+        else:
+            loaded.update(weight, rows)
     other = loaded.draw(generator=torch.Generator().manual_seed(seed), **used)
     assert all(torch.equal(a, b) for a, b in zip(result, other, strict=True)), "the state does not travel"
     if not isinstance(sampler, samplers.Blocks):

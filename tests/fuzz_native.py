@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from manyclass import kernels, ops
+from manyclass.optim import rows as optimiser_rows
 from manyclass.samplers import KernelTree, partition, pool, search, tree
 
 F64, I64 = torch.float64, torch.int64
@@ -348,6 +349,10 @@ def kernel_tree(rng: random.Random, degree: int) -> KernelTree:
     return sampler
 
 
+def kernel_value(sampler: KernelTree, query: Tensor, classes: Tensor) -> Tensor:
+    return kernels.evaluate(sampler.kernel, query, sampler.weight[classes])
+
+
 def tree_draw(rng: random.Random) -> tuple[Arguments, Truth]:
     sampler = kernel_tree(rng, rng.choice([2, 4]))
     n, batch = sampler.num_classes, rng.randint(0, 4)
@@ -365,7 +370,7 @@ def tree_draw(rng: random.Random) -> tuple[Arguments, Truth]:
         "branching": sampler.branching,
         "uniform": uniform,
         "exclude": torch.empty(0, dtype=I64) if exclude is None else exclude,
-        "excluded_value": torch.empty(0) if exclude is None else sampler._value(query, sampler.weight[exclude]),
+        "excluded_value": torch.empty(0) if exclude is None else kernel_value(sampler, query, exclude),
         "degree": sampler.kernel.degree,
         "alpha": sampler.kernel.alpha,
         "floor": tree.FLOOR,
@@ -404,11 +409,34 @@ def tree_refresh_(rng: random.Random) -> tuple[Arguments, Truth]:
     return arguments | {"alpha": sampler.kernel.alpha}, truth
 
 
+def update_rows_(rng: random.Random) -> tuple[Arguments, Truth]:
+    size, columns = rng.randint(1, 20), rng.randint(1, 40)
+    rows = torch.randperm(size)[: rng.randint(0, size)].sort().values
+    first = torch.randn(size if rng.random() < 0.7 else 0, columns)
+    second = torch.rand(size if rng.random() < 0.7 else 0, rng.choice([1, columns]))
+    arguments = {
+        "weight": torch.randn(size, columns), "first": first, "second": second, "rows": rows,
+        "grad": torch.randn(len(rows), columns), "missed": torch.rand(len(rows), 4),
+    }  # fmt: skip
+    numbers = {name: rng.random() + 0.1 for name in ("gain1", "gain2", "rate", "root", "eps")}
+    expected = {name: value.clone() for name, value in arguments.items()}
+    update = optimiser_rows.RowUpdate(**numbers)
+    moments = [expected[name] if len(expected[name]) else None for name in ("first", "second")]
+    others = [expected[name] for name in ("rows", "grad", "missed")]
+    optimiser_rows.update_rows_reference_(expected["weight"], *moments, *others, update)
+
+    def truth(results: tuple[Tensor, ...], after: Arguments) -> None:
+        for name in ("weight", "first", "second"):
+            assert_close(after[name], expected[name], rtol=1e-4, atol=1e-5)
+
+    return arguments | numbers, truth
+
+
 MAKERS = {
     make.__name__: make
     for make in (
         alias_draw, best_classes, bisect, own_draw, pool_draw, row_gradients, sampled_loss_, sum_up_, summarise_,
-        tree_draw, tree_refresh_,
+        tree_draw, tree_refresh_, update_rows_,
     )
 }  # fmt: skip
 

@@ -40,6 +40,10 @@ DTYPES = {
         "uniform": (F64, 2), "exclude": (I64, 1), "excluded_value": (F32, 1),
     },
     "tree_refresh_": {"sums": (F32, 2), "weight": (F32, 2), "leaves": (I64, 1)},
+    "update_rows_": {
+        "weight": (F32, 2), "first": (F32, 2), "second": (F32, 2), "rows": (I64, 1), "grad": (F32, 2),
+        "missed": (F32, 2),
+    },
 }  # fmt: skip
 
 
@@ -233,10 +237,18 @@ def tree_refresh_(sums, weight, sizes, leaf_size, branching, leaves, alpha):
     )
 
 
+def update_rows_(weight, first, second, rows, grad, missed, gain1, gain2, rate, root, eps):
+    size, columns = weight.shape
+    firsts = len(first) == 0 or first.shape == weight.shape
+    seconds = len(second) == 0 or tuple(second.shape) in ((size, columns), (size, 1))
+    shapes = tuple(grad.shape) == (len(rows), columns) and tuple(missed.shape) == (len(rows), 4)
+    return firsts and seconds and shapes and rising(rows) and inside(rows, 0, size)
+
+
 RULES = {
     rule.__name__: rule
     for rule in (
         alias_draw, best_classes, bisect, own_draw, pool_draw, row_gradients, sampled_loss_, sum_up_, summarise_,
-        tree_draw, tree_refresh_,
+        tree_draw, tree_refresh_, update_rows_,
     )
 }  # fmt: skip

@@ -183,7 +183,7 @@ def test_a_class_of_samplers_can_be_given():
         ({"ignore_index": None}, "ignore_index must be an int, got None"),
         ({"bias": 2}, "bias must be a bool, got 2"),
         ({"sparse": "yes"}, "sparse must be a bool, got 'yes'"),
-        ({"embedding": nn.Linear(D, N)}, "embedding must be an nn.Embedding, got Linear"),
+        ({"embedding": nn.Linear(D, N)}, "embedding must be an nn.Embedding or None, got Linear"),
         ({"dtype": torch.int64}, "dtype must be a floating point dtype of 16, 32 or 64 bits, got torch.int64"),
         ({"tolerance": "small", "num_samples": None}, "tolerance must be a number, got 'small'"),
         ({"num_samples": 2.5}, "num_samples must be an int, got 2.5"),

@@ -394,14 +394,6 @@ def test_unigram_of_large_counts_is_exact():
     torch.testing.assert_close(log_prob[0], (counts.double() / counts.double().sum()).log())
 
 
-def test_dense_samplers_load_the_dtype_of_a_checkpoint():
-    """A fresh one once rounded weights of float64 to float32, and drew from another distribution."""
-    sampler, loaded = samplers.Softmax(), samplers.Softmax()
-    sampler.update(weights(13).double() / 3)
-    loaded.load_state_dict(sampler.state_dict())
-    assert torch.equal(loaded.weight, sampler.weight)
-
-
 def test_queries_without_features():
     assert samplers.Uniform(5).draw(torch.zeros(2, 3, 0), 4).ids.shape == (2, 3, 4)
 

@@ -60,7 +60,7 @@ class Head(nn.Module):
         if embedding is None:
             embedding = self._table(in_features, device, dtype)
         elif not isinstance(embedding, nn.Embedding):
-            raise TypeError(f"embedding must be an nn.Embedding, got {type(embedding).__name__}")
+            raise TypeError(f"embedding must be an nn.Embedding or None, got {type(embedding).__name__}")
         elif tuple(embedding.weight.shape) != (num_classes, in_features):
             raise ValueError(
                 f"embedding must have shape ({num_classes}, {in_features}), got {tuple(embedding.weight.shape)}"
@@ -151,11 +151,13 @@ class Head(nn.Module):
             return self.shard.log_prob(query, self._tables(), self.prediction)
 
     @torch.no_grad()
-    def topk(self, input: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def topk(self, input: Tensor, k: int, *, probe: int | None = None) -> tuple[Tensor, Tensor]:
         """The ``k`` most probable classes, best first: log probabilities and ids, both ``(*batch, k)``.
 
-        Scores all classes in chunks, so memory stays bounded.
+        Scores all classes in chunks, so memory stays bounded. ``probe`` is for `SampledSoftmax` with ``"blocks"``.
         """
+        if probe is not None:
+            raise ValueError(f"probe must be None: {type(self).__name__} has no tree to search; got {probe}")
         checks.positive_int("k", k)
         if k > self.num_classes:
             raise ValueError(f"k must be at most num_classes = {self.num_classes}, got {k}")

@@ -1,5 +1,6 @@
 """Optimisers of torch that take dense and sparse gradients together."""
 
-from .optimisers import SGD, Adagrad, Adam, AdamW
+from .adam import Adam, AdamW
+from .others import SGD, Adagrad
 
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW"]

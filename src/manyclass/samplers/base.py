@@ -116,7 +116,8 @@ class Sampler(nn.Module):
 
     def search(self, query: Tensor, k: int, probe: int) -> Best:
         """Find ``k`` of the classes with the largest outputs without scoring all, if the sampler can."""
-        raise ValueError(f"probe needs sampler='blocks', which keeps a tree of the classes, not {type(self).__name__}")
+        kind = type(self).__name__
+        raise ValueError(f"probe needs sampler='blocks', which keeps a tree of the classes; this one is {kind}")
 
     def numbers(self, num_samples: int) -> tuple[int, int]:
         """Negatives of each example alone, and those of the pool, that `draw` gives for ``num_samples``."""

@@ -63,3 +63,9 @@ def invert(prob: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     width = prob.gather(-1, part)
     rest = (mass - (cumulative.gather(-1, part) - width)) / width
     return part, rest.clamp(0, 1 - 2**-53)
+
+
+def check_finite(masses: Tensor) -> None:
+    """Raise unless all masses are finite."""
+    if not bool(torch.isfinite(masses).all()):
+        raise ValueError("the masses of the kernel tree are not finite; class weights must be finite, and smaller")

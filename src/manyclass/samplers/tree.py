@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import checks, functional, kernels, ops
 from .base import Incremental
-from .descent import FLOOR, descend, invert, last_from_rest, normalise
+from .descent import FLOOR, check_finite, descend, invert, last_from_rest, normalise
 
 # Nodes of the first level. They are evaluated for all examples by one matrix product, which is so much faster per node
 # than single dot products that levels above would cost more than they save.
@@ -146,7 +146,7 @@ class KernelTree(Incremental):
             FLOOR,
             self.ending == "leaf",
         )
-        _check_finite(log_prob)
+        check_finite(log_prob)
         return ids, log_prob
 
     def _draw_reference(self, query: Tensor, uniform: Tensor, exclude: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -207,7 +207,7 @@ class KernelTree(Incremental):
     def _masses(self, features: Tensor, level: int) -> Tensor:
         """⟨φ(h), z(C)⟩ for all nodes of a level, shape ``(batch, nodes)``."""
         masses = features @ self._level(level).T
-        _check_finite(masses)
+        check_finite(masses)
         return masses
 
     def _class_prob(self, query: Tensor, leaf: Tensor, exclude: Tensor | None) -> Tensor:
@@ -247,8 +247,3 @@ class KernelTree(Incremental):
             f"leaf_size={self.leaf_size}, branching={self.branching}, ending={self.ending!r}, levels={self.sizes}, "
             f"sums={self.sums.numel() * self.sums.element_size():,} bytes ({ratio:.2f} × the class weights)"
         )
-
-
-def _check_finite(masses: Tensor) -> None:
-    if not bool(torch.isfinite(masses).all()):
-        raise ValueError("the masses of the kernel tree are not finite; class weights must be finite, and smaller")
