@@ -11,6 +11,8 @@ from .samplers.base import Sampler
 REFRESH_ALL = 1000
 # … and this often if they are bound to: dense gradients, tied weights, other processes.
 REFRESH_UNTRACKED = 5
+# Rows, or a few more, that tell whether weights changed.
+WITNESSES = 8
 #: Stands for all rows in a checkpoint.
 ALL_ROWS = torch.tensor([-1])
 
@@ -28,14 +30,19 @@ class Follower:
         self.touched: list[Tensor] | None = None
         # What the weights' counter of changes was when the sampler saw them.
         self.version = -1
-        # Steps in which the weights changed, and those since the last refresh.
+        # A few rows that got a gradient, as they were: fused optimisers change weights without counting it.
+        self.witness: tuple[Tensor, Tensor] | None = None
+        # Changes of the weights since the last refresh.
         self.behind = 0
 
-    def touch(self, rows: Tensor) -> None:
-        """Note that ``rows`` got a gradient; ones that may come several times."""
+    def touch(self, rows: Tensor, weight: Tensor) -> None:
+        """Note that ``rows`` of ``weight`` got a gradient; they may come several times."""
         if self.touched is None or (self.touched and self.touched[-1] is rows):  # of the weights, then of the offsets
             return
         self.touched.append(rows)
+        if self.witness is None and len(rows):
+            some = rows[:: max(1, len(rows) // WITNESSES)]
+            self.witness = some, weight.detach()[some]
         if sum(map(len, self.touched)) > 1 << 20:
             self.touched = [torch.cat(self.touched).unique()]
 
@@ -44,9 +51,10 @@ class Follower:
 
         Weights that nobody trains count as changed, so that a sampler may learn from queries.
         """
-        changed = weight._version != self.version or self.touched is None or not weight.requires_grad
-        if not changed:
+        known = weight._version == self.version and self.touched is not None and weight.requires_grad
+        if known and (self.witness is None or torch.equal(weight.detach()[self.witness[0]], self.witness[1])):
             return False
+        self.witness = None
         if sampler.adaptive:
             self._update(sampler, weight, bias, step)
         else:
@@ -70,7 +78,7 @@ class Follower:
     def refresh(self, sampler: Sampler, weight: Tensor, bias: Tensor | None) -> None:
         """Let the sampler see all weights anew."""
         sampler.update(weight, bias=bias)
-        self.touched, self.version, self.behind = [], weight._version, 0
+        self.touched, self.version, self.behind, self.witness = [], weight._version, 0, None
 
     def state(self, device: torch.device) -> Tensor:
         """Rows that wait, for a checkpoint; (−1,) for all of them."""
@@ -81,4 +89,4 @@ class Follower:
     def load_state(self, state: Tensor, device: torch.device) -> None:
         """Take over the rows of `state`."""
         self.touched = None if state.tolist() == [-1] else [state.to(device)]
-        self.version = -1
+        self.version, self.witness = -1, None

@@ -167,7 +167,7 @@ class SampledSoftmax(Head):
 
     def _exchange(self, rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         rows, values = self.shard.mean_rows(rows, values)
-        self.follower.touch(rows)
+        self.follower.touch(rows, self.weight)
         return rows, values
 
     def _tracked(self) -> bool:
