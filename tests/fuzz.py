@@ -8,6 +8,7 @@ import argparse
 import os
 import random
 import select
+import signal
 import subprocess
 import sys
 import traceback
@@ -15,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PARTS = ("native", "api")
-# Seconds for one call; the first one of a child also loads torch.
-TIMEOUT, FIRST = 60, 180
+# Seconds of processor time for one call, which a busy machine does not shorten; and of silence, if a call waits.
+TIMEOUT, SILENCE = 60, 900
 # A part ends after this many failures: they often have one cause.
 MOST_FAILURES = 20
 
@@ -42,13 +43,16 @@ def one(part: str, seed: int, number: int) -> None:
 
 def work(part: str, seed: int, numbers: range) -> None:
     """Make many calls and print the number of each before it is made, and after it ``failed`` if it did."""
+    make(part)  # loading torch is not part of the first call
     for number in numbers:
         print(number, flush=True)
+        signal.setitimer(signal.ITIMER_PROF, TIMEOUT)  # ends the process, also in the middle of native code
         try:
             one(part, seed, number)
         except Exception:
             traceback.print_exc()
             print("failed", flush=True)
+    signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def watch(part: str, seed: int, numbers: range, script: str = __file__) -> Iterator[tuple[int, str]]:
@@ -56,24 +60,25 @@ def watch(part: str, seed: int, numbers: range, script: str = __file__) -> Itera
     while numbers:
         span = ["--first", str(numbers.start), "--calls", str(len(numbers))]
         command = [sys.executable, script, "--child", "--part", part, "--seed", str(seed), *span]
-        at, limit = numbers.start, FIRST
+        at = numbers.start
         # Without a buffer: `select` does not see lines that were read ahead.
         with subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0) as child:
             assert child.stdout is not None
-            while select.select([child.stdout], [], [], limit)[0]:
+            while select.select([child.stdout], [], [], SILENCE)[0]:
                 line = child.stdout.readline().decode().strip()
                 if not line:
                     break
                 if line == "failed":
                     yield at, "raised the error above"
                 else:
-                    at, limit = int(line), TIMEOUT
+                    at = int(line)
             else:
                 child.kill()
-                yield at, f"did not return within {limit} seconds"
         if child.returncode == 0:
             return
-        if child.returncode != -9:
+        if child.returncode in (-signal.SIGPROF, -signal.SIGKILL):
+            yield at, f"did not return within {TIMEOUT} seconds"
+        else:
             yield at, f"ended the process with code {child.returncode}"
         numbers = range(at + 1, numbers.stop)
 

@@ -49,7 +49,7 @@ class Caller:
                 raise RefusedError from error
             if not self.spoiled:
                 raise
-            named = any(re.search(rf"\b{name}\b", message) for name in (*arguments, self.spoiled))
+            named = any(re.search(rf"\b{name}s?\b", message) for name in (*arguments, self.spoiled))
             assert named, f"{self.spoiled} = {arguments.get(self.spoiled)!r}: the error names no argument: {message}"
             raise RefusedError from error
         except Exception as error:

@@ -20,22 +20,25 @@ def test_random_calls(part, calls):
 
 
 def test_errors_crashes_and_calls_that_never_return_are_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(fuzz, "TIMEOUT", 2)
+    monkeypatch.setattr(fuzz, "SILENCE", 5)
     script = tmp_path / "child.py"
     script.write_text(
-        "import os, sys, time\n"
+        "import os, signal, sys, time\n"
         "first = int(sys.argv[sys.argv.index('--first') + 1])\n"
         "for number in range(first, first + int(sys.argv[sys.argv.index('--calls') + 1])):\n"
         "    print(number, flush=True)\n"
         "    if number == 1: print('failed', flush=True)\n"
         "    if number == 3: os.abort()\n"
-        "    if number == 5: time.sleep(60)\n"
+        "    if number == 5: signal.setitimer(signal.ITIMER_PROF, 0.2)\n"
+        "    while number == 5: pass\n"
+        "    if number == 7: time.sleep(60)\n"
     )
-    failures = dict(fuzz.watch("native", 0, range(8), str(script)))
-    assert list(failures) == [1, 3, 5]
+    failures = dict(fuzz.watch("native", 0, range(9), str(script)))
+    assert list(failures) == [1, 3, 5, 7]
     assert "raised" in failures[1]
     assert "ended the process with code -6" in failures[3]
-    assert "did not return within 2 seconds" in failures[5]
+    assert "did not return" in failures[5]
+    assert "did not return" in failures[7]
 
 
 def failing(part, calls):
