@@ -1,7 +1,9 @@
 """The layer inside torch's own machinery: frozen parameters, checkpoints of activations, meta devices, other states."""
 
 import functools
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -274,3 +276,16 @@ def test_export_compile_and_vmap(k, absolute):
         for found, wanted in zip(function(query), model(query), strict=True):
             torch.testing.assert_close(found, wanted)
     assert exported(torch.randn(17, D))[0].shape[0] == 17
+
+
+def test_a_layer_that_nobody_needs_is_freed_at_once():
+    """Parts of the layer that knew the layer would keep its weights until the next collection of cycles."""
+    gc.disable()
+    try:
+        layer = make()
+        layer(*batch()).backward()
+        gone = weakref.ref(layer)
+        del layer
+        assert gone() is None
+    finally:
+        gc.enable()

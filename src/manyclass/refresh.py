@@ -1,7 +1,5 @@
 """How a sampler follows the class weights: which rows wait for a refresh, and when they get it."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -18,14 +16,9 @@ ALL_ROWS = torch.tensor([-1])
 
 
 class Follower:
-    """Rows of the class weights that got a gradient since the sampler last saw them.
+    """Rows of the class weights that got a gradient since the sampler last saw them."""
 
-    Args:
-        tracked: whether only rows with a gradient of this layer can change.
-    """
-
-    def __init__(self, tracked: Callable[[], bool]) -> None:
-        self.tracked = tracked
+    def __init__(self) -> None:
         # None: all of them. Gradients may arrive several times before the weights change.
         self.touched: list[Tensor] | None = None
         # What the weights' counter of changes was when the sampler saw them.
@@ -46,9 +39,10 @@ class Follower:
         if sum(map(len, self.touched)) > 1 << 20:
             self.touched = [torch.cat(self.touched).unique()]
 
-    def follow(self, sampler: Sampler, weight: Tensor, bias: Tensor | None, step: int) -> bool:
+    def follow(self, sampler: Sampler, weight: Tensor, bias: Tensor | None, step: int, tracked: bool) -> bool:
         """Let the sampler see the weights if they changed; say whether they did.
 
+        ``tracked`` says whether only rows with a gradient of this layer can change.
         Weights that nobody trains count as changed, so that a sampler may learn from queries.
         """
         known = weight._version == self.version and self.touched is not None and weight.requires_grad
@@ -56,18 +50,18 @@ class Follower:
             return False
         self.witness = None
         if sampler.adaptive:
-            self._update(sampler, weight, bias, step)
+            self._update(sampler, weight, bias, step, tracked)
         else:
             self.touched = []
         self.version = weight._version
         return True
 
-    def _update(self, sampler: Sampler, weight: Tensor, bias: Tensor | None, step: int) -> None:
+    def _update(self, sampler: Sampler, weight: Tensor, bias: Tensor | None, step: int, tracked: bool) -> None:
         all_due = step % REFRESH_ALL == 0 and not sampler.sweeps
         self.behind += 1
         if not sampler.incremental or self.touched is None or all_due:
             self.refresh(sampler, weight, bias)
-        elif sampler.sweeps or self.tracked():
+        elif sampler.sweeps or tracked:
             sampler.update(weight, self.state(weight.device), bias=bias)
             self.touched, self.behind = [], 0
         elif step % REFRESH_UNTRACKED == 0:

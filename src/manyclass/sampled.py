@@ -105,7 +105,7 @@ class SampledSoftmax(Head):
         self.budget = Budget(sampler, num_samples, tolerance, self.shard.ranks).to(device)
         #: Training steps so far.
         self.register_buffer("step", torch.zeros((), dtype=torch.long, device=device))
-        self.follower = Follower(self._tracked)
+        self.follower = Follower()
         self.monitor = Monitor()
         self.register_load_state_dict_pre_hook(before_loading)
         self.register_load_state_dict_post_hook(after_loading)
@@ -137,9 +137,9 @@ class SampledSoftmax(Head):
         """Bring the sampler and the number of negatives up to date, and remember the batch."""
         self.monitor.begin(query.detach(), target, context)
         step = int(self.step)
-        changed = self.follower.follow(self.sampler, self.weight, self.bias, step)
+        changed = self.follower.follow(self.sampler, self.weight, self.bias, step, self._tracked())
         self.step += 1
-        if changed and self.tolerance is not None:
+        if self.tolerance is not None and self.shard.total(int(changed)):  # all ranks measure, or none
             batch = self.shard.total(len(query))
             self.budget.adapt(self.sampler, self._measure, step + 1, batch, self.num_classes)
 
