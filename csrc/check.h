@@ -36,6 +36,7 @@ inline const char* name_of(ScalarType dtype) {
     case ScalarType::Float: return "float32";
     case ScalarType::Double: return "float64";
     case ScalarType::Int: return "int32";
+    case ScalarType::Char: return "int8";
     default: return "int64";
   }
 }

@@ -16,10 +16,17 @@ constexpr int64_t kBranching = 8;
 
 // Positions of the classes: the first `outliers` belong to no block, the others to `blocks` blocks that differ in size
 // by at most one.
+// `blocks` is a power of two.
 struct Layout {
   int64_t classes, outliers, blocks;
+  int shift = shift_of(blocks);  // a division would take a good part of a search
 
-  int64_t border(int64_t block) const { return outliers + block * (classes - outliers) / blocks; }
+  static int shift_of(int64_t blocks) {
+    int shift = 0;
+    while (shift < 62 && int64_t{1} << shift < blocks) ++shift;
+    return shift;
+  }
+  int64_t border(int64_t block) const { return outliers + (block * (classes - outliers) >> shift); }
   int64_t size(int64_t block) const { return border(block + 1) - border(block); }
 };
 
@@ -49,6 +56,7 @@ inline void check_sizes(const Layout& layout, const char* op) {
   check_range<int64_t>(layout.classes, 1, kMostClasses, op, "classes");
   check_range<int64_t>(layout.outliers, 0, layout.classes - 1, op, "outliers");
   check_range<int64_t>(layout.blocks, 1, layout.classes - layout.outliers, op, "blocks");
+  require((layout.blocks & (layout.blocks - 1)) == 0, op, ": blocks must be a power of two, got ", layout.blocks);
 }
 
 // The tree of sums over the blocks, (2 · blocks,): that of the root stands for all.

@@ -4,6 +4,7 @@
 
 #include <tuple>
 
+#include "codes.h"
 #include "index.h"
 
 namespace {
@@ -28,71 +29,107 @@ struct LogSum {
   float value() const { return static_cast<float>(sum > 0 ? largest + std::log(sum) : -INFINITY); }
 };
 
-// Families of nodes that are asked for ahead of the one in use.
-constexpr int64_t kAhead = 2;
+// Beside twice as many as are wanted, so many of the best classes by codes are scored exactly.
+constexpr int64_t kRescored = 64;
 
+// What a search reads: the tree of blocks, the classes in codes, and the class weights themselves.
 struct Index {
-  const float *mean, *spread, *weight, *bias;
+  const int8_t *mean, *code;
+  const float *mean_scale, *spread, *code_scale, *weight, *bias;
   const int32_t* order;
   Layout layout;
   std::vector<Level> levels;
-  int64_t columns, width, nodes;
+  std::vector<float> outlier_rows;  // with their offsets, one after the other
+  int64_t columns, width, stride;
   bool absolute;
 
-  Index(const Tensor& mean_, const Tensor& spread_, const Tensor& weight_, const Tensor& bias_, const Tensor& order_,
-        int64_t outliers, int64_t blocks, int64_t top, bool absolute_, const char* op)
+  Index(const Tensor& mean_, const Tensor& mean_scale_, const Tensor& spread_, const Tensor& code_, const Tensor& code_scale_,
+        const Tensor& weight_, const Tensor& bias_, const Tensor& order_, int64_t outliers, int64_t blocks, int64_t top,
+        bool absolute_, const char* op)
       : layout{order_.numel(), outliers, blocks}, absolute(absolute_) {
-    check(mean_, ScalarType::Float, 2, op, "mean");
+    check(mean_, ScalarType::Char, 2, op, "mean");
+    check(mean_scale_, ScalarType::Float, 1, op, "mean_scale");
     check(spread_, ScalarType::Float, 1, op, "spread");
+    check(code_, ScalarType::Char, 2, op, "code");
+    check(code_scale_, ScalarType::Float, 1, op, "code_scale");
     check(weight_, ScalarType::Float, 2, op, "weight");
     check(bias_, ScalarType::Float, 1, op, "bias");
     check(order_, ScalarType::Int, 1, op, "order");
-    columns = mean_.size(1), width = weight_.size(1), nodes = mean_.size(0);
-    check_layout(layout, top, nodes, op);
+    const int64_t nodes = mean_.size(0), classes = layout.classes;
     const bool offsets = bias_.numel() > 0;
-    require(columns == width + offsets && weight_.size(0) == layout.classes &&
-                (!offsets || bias_.numel() == layout.classes) && spread_.numel() == nodes,
-            op, ": mean, spread, weight, bias and order must fit each other");
-    mean = mean_.const_data_ptr<float>(), spread = spread_.const_data_ptr<float>();
-    weight = weight_.const_data_ptr<float>(), order = order_.const_data_ptr<int32_t>();
+    width = weight_.size(1), columns = width + offsets, stride = code_stride(columns);
+    check_layout(layout, top, nodes, op);
+    require(weight_.size(0) == classes && (!offsets || bias_.numel() == classes), op,
+            ": weight and bias must have one row per class of order");
+    require(mean_.size(1) == stride && mean_scale_.numel() == nodes && spread_.numel() == nodes, op,
+            ": mean must have ", stride, " columns, and one mean_scale and spread per row");
+    require(code_.size(0) == classes && code_.size(1) == stride && code_scale_.numel() == classes, op,
+            ": code must have ", stride, " columns, and one row and code_scale per class");
+    mean = mean_.const_data_ptr<int8_t>(), code = code_.const_data_ptr<int8_t>();
+    mean_scale = mean_scale_.const_data_ptr<float>(), spread = spread_.const_data_ptr<float>();
+    code_scale = code_scale_.const_data_ptr<float>(), weight = weight_.const_data_ptr<float>();
     bias = offsets ? bias_.const_data_ptr<float>() : nullptr;
+    order = order_.const_data_ptr<int32_t>();
     levels = levels_of(layout, top);
+    require(within(order, outliers, classes), op, ": order must hold classes in [0, ", classes, ")");
+    outlier_rows.resize(outliers * columns);
+    for (int64_t i = 0; i < outliers; ++i) {
+      std::copy_n(weight + order[i] * width, width, outlier_rows.begin() + i * columns);
+      if (bias) outlier_rows[(i + 1) * columns - 1] = bias[order[i]];
+    }
+  }
+
+  // The output of a class by its weights.
+  float output(const float* query, int64_t id) const {
+    float logit;
+    dots(query, weight + id * width, 1, width, &logit);
+    if (bias) logit += bias[id];
+    return absolute ? std::fabs(logit) : logit;
   }
 };
 
 // What one example meets on its way down.
 struct Visit {
   const Index& index;
-  int64_t width;                         // nodes that are followed on every level
-  std::vector<int64_t> beam, next;       // nodes that are followed, of this level and of the next
+  int64_t width;                        // nodes that are followed on every level
+  std::vector<int16_t> codes;           // the query
+  float scale = 0;
+  std::vector<int32_t> beam, next;      // nodes that are followed, of this level and of the next
+  std::vector<int32_t> nodes, sums, places;
   std::vector<float> scores, spreads;
-  std::vector<int32_t> places;
-  std::vector<int64_t> ids;              // classes: the outliers, then the members of the visited blocks
-  std::vector<float> logits;             // their outputs
-  std::vector<int64_t> starts, begins;   // where the members of each visited block begin, in `ids` and in the order of all
-  LogSum pruned;                         // estimated mass of all that was not visited
-  float cutoff = 0;                      // smallest estimated log-mass of a visited block
+  std::vector<int32_t> ids;             // classes: the outliers, then the members of the visited blocks
+  std::vector<float> outputs;           // of outliers exact, of the others by their codes
+  std::vector<int64_t> starts, begins;  // where the members of each visited block begin, in `ids` and in the order of all
+  LogSum pruned;                        // estimated mass of all that was not visited
+  float cutoff = 0;                     // smallest estimated log-mass of a visited block
   bool finite = true;
 
-  Visit(const Index& index_, int64_t width_) : index(index_), width(width_) {}
+  Visit(const Index& index_, int64_t width_)
+      : index(index_), width(width_), codes(index_.stride), ids(index_.order, index_.order + index_.layout.outliers) {}
 
-  // Estimated log-masses of all nodes of a level, or of the children of `parents`.
-  void score(const float* query, float norm, const Level& level, const int64_t* parents, int64_t count) {
-    const int64_t columns = index.columns, family = parents ? kBranching : level.nodes;
-    scores.resize(count * family), spreads.resize(count * family);
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t node = level.first + (parents ? parents[i] * kBranching : 0);
-      if (i + kAhead < count) {
-        prefetch_row(index.mean + (level.first + parents[i + kAhead] * kBranching) * columns, kBranching * columns);
-      }
-      dots(query, index.mean + node * columns, family, columns, scores.data() + i * family);
-      std::copy_n(index.spread + node, family, spreads.data() + i * family);
+  // Estimated log-masses of all nodes of a level, or of the children of the beam.
+  void score(float norm, const Level& level, bool top) {
+    const int64_t family = top ? level.nodes : kBranching, families = top ? 1 : static_cast<int64_t>(beam.size());
+    const int64_t count = families * family;
+    nodes.resize(count), sums.resize(count), scores.resize(count), spreads.resize(count);
+    for (int64_t i = 0; i < families; ++i) {
+      const auto first = static_cast<int32_t>(level.first + (top ? 0 : beam[i] * kBranching));
+      __builtin_prefetch(index.mean_scale + first);
+      __builtin_prefetch(index.spread + first);
+      int32_t* family_nodes = nodes.data() + i * family;
+      for (int32_t j = 0; j < family; ++j) family_nodes[j] = first + j;
     }
-    finite &= masses(scores.data(), spreads.data(), count * family, norm, level.log_size, index.absolute) == 0;
+    code_dots_at(codes.data(), index.mean, nodes.data(), count, index.stride, sums.data());
+    for (int64_t i = 0; i < families; ++i) {
+      const float *scales = index.mean_scale + nodes[i * family], *spread = index.spread + nodes[i * family];
+      scale_sums(sums.data() + i * family, scales, scale, family, scores.data() + i * family);
+      std::copy_n(spread, family, spreads.data() + i * family);
+    }
+    finite &= masses(scores.data(), spreads.data(), count, norm, level.log_size, index.absolute) == 0;
   }
 
   // Keeps the best `width` of the scored nodes in `beam`; the others are pruned.
-  void keep_best(const int64_t* parents) {
+  void keep_best(const Level& level) {
     const auto total = static_cast<int64_t>(scores.size());
     const int64_t kept = std::min(width, total);
     cutoff = kth_largest(scores.data(), total, kept);
@@ -100,9 +137,8 @@ struct Visit {
     select_best(scores.data(), total, cutoff, kept, places.data());
     next.resize(kept);
     for (int64_t i = 0; i < kept; ++i) {
-      const int64_t place = places[i];
-      next[i] = parents ? parents[place / kBranching] * kBranching + place % kBranching : place;
-      scores[place] = -INFINITY;
+      next[i] = static_cast<int32_t>(nodes[places[i]] - level.first);
+      scores[places[i]] = -INFINITY;
     }
     beam.swap(next);
     if (kept < total) pruned.add(scores.data(), total);
@@ -110,42 +146,41 @@ struct Visit {
 
   void run(const float* query) {
     pruned = LogSum();
-    finite = true;
     float norm = 0;
     dots(query, query, 1, index.columns, &norm);
-    for (size_t level = 0; level < index.levels.size(); ++level) {
-      const int64_t* parents = level ? beam.data() : nullptr;
-      const auto count = level ? static_cast<int64_t>(beam.size()) : 1;
-      score(query, norm, index.levels[level], parents, count);
-      if (!finite) return;  // scores that are not finite have no best
-      keep_best(parents);
+    scale = encode_query(query, index.columns, codes.data());
+    finite = std::isfinite(norm) && scale == scale;
+    for (size_t level = 0; finite && level < index.levels.size(); ++level) {
+      score(norm, index.levels[level], level == 0);
+      if (finite) keep_best(index.levels[level]);  // scores that are not finite have no best
     }
+    if (finite) score_classes(query);
+  }
+
+  void score_classes(const float* query) {
     // Children of nodes that ascend ascend: the blocks come in the order of the classes.
     const Layout& layout = index.layout;
+    const int64_t outliers = layout.outliers;
     begins.clear(), starts.clear();
-    ids.assign(index.order, index.order + layout.outliers);
-    for (const int64_t block : beam) {
-      begins.push_back(layout.border(block));
-      starts.push_back(static_cast<int64_t>(ids.size()));
-      ids.insert(ids.end(), index.order + begins.back(), index.order + layout.border(block + 1));
+    ids.resize(outliers + static_cast<int64_t>(beam.size()) * (layout.classes / layout.blocks + 1));
+    int64_t number = outliers;
+    for (const int32_t block : beam) __builtin_prefetch(index.order + layout.border(block));
+    for (const int32_t block : beam) {
+      const int64_t begin = layout.border(block), size = layout.border(block + 1) - begin;
+      begins.push_back(begin), starts.push_back(number);
+      std::copy_n(index.order + begin, size, ids.begin() + number);
+      number += size;
     }
-    const auto number = static_cast<int64_t>(ids.size());
-    starts.push_back(number);
-    int64_t sound = 0;
-    for (const int64_t id : ids) sound |= id | (layout.classes - 1 - id);
-    if (sound < 0) {
-      finite = false;
-      return;
-    }
-    logits.resize(number);
-    dots_at(query, index.weight, ids.data(), number, index.width, logits.data());
-    float check = 0;
-    for (int64_t i = 0; i < number; ++i) {
-      if (index.bias) logits[i] += index.bias[ids[i]];
-      if (index.absolute) logits[i] = std::fabs(logits[i]);
-      check += logits[i] * 0.0f;
-    }
-    finite &= check == 0;
+    ids.resize(number), starts.push_back(number);
+    if (!(finite = within(ids.data(), number, layout.classes))) return;
+    sums.resize(number), outputs.resize(number), spreads.resize(number);
+    const int32_t* members = ids.data() + outliers;
+    for (int64_t i = 0; i < number - outliers; ++i) __builtin_prefetch(index.code_scale + members[i]);
+    code_dots_at(codes.data(), index.code, members, number - outliers, index.stride, sums.data());
+    for (int64_t i = 0; i < number - outliers; ++i) spreads[i] = index.code_scale[members[i]];
+    scale_sums(sums.data(), spreads.data(), scale, number - outliers, outputs.data() + outliers);
+    dots(query, index.outlier_rows.data(), outliers, index.columns, outputs.data());
+    finite = finish_outputs(outputs.data(), number, index.absolute) == 0;
   }
 };
 
@@ -155,8 +190,9 @@ struct Visit {
 // -> ids (batch, number); log_count (batch, number), +inf for an empty slot; hidden (2, k): pairs of an example and a slot
 //    of the pool that its own draw accounts for; an estimate of the log of the whole mass (batch,), NaN if it is not finite
 std::tuple<Tensor, Tensor, Tensor, Tensor> own_draw(
-    const Tensor& query, const Tensor& exclude, const Tensor& uniform, const Tensor& mean, const Tensor& spread,
-    const Tensor& weight, const Tensor& bias, const Tensor& order, const Tensor& sums, const Tensor& pool,
+    const Tensor& query, const Tensor& exclude, const Tensor& uniform, const Tensor& mean, const Tensor& mean_scale,
+    const Tensor& spread, const Tensor& code, const Tensor& code_scale, const Tensor& weight, const Tensor& bias,
+    const Tensor& order, const Tensor& sums, const Tensor& pool,
     int64_t outliers, int64_t blocks, int64_t top, int64_t width, int64_t number, double share, bool absolute) {
   const char* op = "own_draw";
   check(query, ScalarType::Float, 2, op, "query");
@@ -164,9 +200,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> own_draw(
   check(uniform, ScalarType::Double, 1, op, "uniform");
   check_sums(sums, op);
   check(pool, ScalarType::Long, 1, op, "pool");
-  const Index index(mean, spread, weight, bias, order, outliers, blocks, top, absolute, op);
+  const Index index(mean, mean_scale, spread, code, code_scale, weight, bias, order, outliers, blocks, top, absolute, op);
   const int64_t batch = query.size(0), columns = query.size(1);
-  require(columns == index.columns, op, ": query must have the columns of mean, ", index.columns, ", got ", columns);
+  require(columns == index.columns, op, ": query must have one column per feature, ", index.columns, ", got ", columns);
   require(exclude.numel() == batch && uniform.numel() == batch, op, ": exclude and uniform must be (batch,)");
   require(sums.numel() == 2 * blocks, op, ": sums must be (2 · blocks,)");
   check_range<int64_t>(width, 1, kMostClasses, op, "width");
@@ -212,9 +248,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> own_draw(
         const double rate = pool_count(index.layout, sum_data, visit.beam[i], last - first, samples, share);
         std::fill(of_pool.begin() + first, of_pool.begin() + last, static_cast<float>(std::min(1.0, rate)));
       }
-      leave_out(visit.ids.data(), count, exclude_data[row], visit.logits.data());
-      const float largest = manyclass::largest(visit.logits.data(), count);
-      std::vector<float>& e = visit.logits;
+      leave_out(visit.ids.data(), count, exclude_data[row], visit.outputs.data());
+      const float largest = manyclass::largest(visit.outputs.data(), count);
+      std::vector<float>& e = visit.outputs;
       const float visited = largest > -INFINITY ? exp_sum(e.data(), count, largest) : 0.0f;
       if (visited > 0) visit.pruned.add(largest, visited);
       total_data[row] = visit.pruned.value();
@@ -257,15 +293,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> own_draw(
 // The best classes of those that each example visits.
 // -> outputs (batch, k) and ids (batch, k), best first; an estimate of the log of the whole mass (batch,), NaN if it is not
 //    finite; the smallest estimated log-mass of a visited block (batch,)
-std::tuple<Tensor, Tensor, Tensor, Tensor> best_classes(const Tensor& query, const Tensor& mean, const Tensor& spread,
-                                                const Tensor& weight, const Tensor& bias, const Tensor& order,
-                                                int64_t outliers, int64_t blocks, int64_t top, int64_t width, int64_t k,
-                                                bool absolute) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> best_classes(const Tensor& query, const Tensor& mean, const Tensor& mean_scale,
+                                                        const Tensor& spread, const Tensor& code, const Tensor& code_scale,
+                                                        const Tensor& weight, const Tensor& bias, const Tensor& order,
+                                                        int64_t outliers, int64_t blocks, int64_t top, int64_t width,
+                                                        int64_t k, bool absolute) {
   const char* op = "best_classes";
   check(query, ScalarType::Float, 2, op, "query");
-  const Index index(mean, spread, weight, bias, order, outliers, blocks, top, absolute, op);
+  const Index index(mean, mean_scale, spread, code, code_scale, weight, bias, order, outliers, blocks, top, absolute, op);
   const int64_t batch = query.size(0), columns = query.size(1);
-  require(columns == index.columns, op, ": query must have the columns of mean, ", index.columns, ", got ", columns);
+  require(columns == index.columns, op, ": query must have one column per feature, ", index.columns, ", got ", columns);
   check_range<int64_t>(width, 1, kMostClasses, op, "width");
   const int64_t inside = index.layout.classes - outliers;
   const int64_t smallest = outliers + (width < blocks ? inside / blocks * width : inside);
@@ -291,14 +328,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> best_classes(const Tensor& query, con
         continue;
       }
       const auto count = static_cast<int64_t>(visit.ids.size());
+      const int64_t rescored = std::min(count, 2 * k + kRescored);  // codes are rounded, and may be stale
       place.resize(count);
-      select_best(visit.logits.data(), count, kth_largest(visit.logits.data(), count, k), k, place.data());
-      std::sort(place.begin(), place.begin() + k, [&](int32_t a, int32_t b) { return visit.logits[a] > visit.logits[b]; });
+      float* outputs = visit.outputs.data();
+      select_best(outputs, count, kth_largest(outputs, count, rescored), rescored, place.data());
+      for (int64_t i = 0; i < rescored; ++i) {
+        outputs[place[i]] = index.output(query_data + row * columns, visit.ids[place[i]]);
+      }
+      std::partial_sort(place.begin(), place.begin() + k, place.begin() + rescored,
+                        [&](int32_t a, int32_t b) { return outputs[a] > outputs[b]; });
       for (int64_t i = 0; i < k; ++i) {
-        value_data[row * k + i] = visit.logits[place[i]];
+        value_data[row * k + i] = outputs[place[i]];
         id_data[row * k + i] = visit.ids[place[i]];
       }
-      visit.pruned.add(visit.logits.data(), count);
+      visit.pruned.add(outputs, count);
       total_data[row] = visit.pruned.value();
     }
   });
@@ -309,11 +352,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> best_classes(const Tensor& query, con
 
 STABLE_TORCH_LIBRARY_FRAGMENT(manyclass, library) {
   library.def(
-      "own_draw(Tensor query, Tensor exclude, Tensor uniform, Tensor mean, Tensor spread, Tensor weight, Tensor bias, "
-      "Tensor order, Tensor sums, Tensor pool, int outliers, int blocks, int top, int width, int number, float share, "
+      "own_draw(Tensor query, Tensor exclude, Tensor uniform, Tensor mean, Tensor mean_scale, Tensor spread, Tensor code, "
+      "Tensor code_scale, Tensor weight, Tensor bias, Tensor order, Tensor sums, Tensor pool, int outliers, int blocks, int top, int width, int number, float share, "
       "bool absolute) -> (Tensor, Tensor, Tensor, Tensor)");
   library.def(
-      "best_classes(Tensor query, Tensor mean, Tensor spread, Tensor weight, Tensor bias, Tensor order, int outliers, "
+      "best_classes(Tensor query, Tensor mean, Tensor mean_scale, Tensor spread, Tensor code, Tensor code_scale, "
+      "Tensor weight, Tensor bias, Tensor order, int outliers, "
       "int blocks, int top, int width, int k, bool absolute) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 

@@ -236,7 +236,22 @@ MANYCLASS_SIMD float expected_count(const float* e, const float* floor, int64_t 
 
 }  // namespace
 
-MANYCLASS_SIMD void leave_out(const int64_t* ids, int64_t count, int64_t id, float* values) {
+MANYCLASS_SIMD void scale_sums(const int32_t* sums, const float* scales, float scale, int64_t count, float* out) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) out[i] = static_cast<float>(sums[i]) * (scales[i] * scale);
+}
+
+MANYCLASS_SIMD float finish_outputs(float* values, int64_t count, bool absolute) {
+  float check = 0;
+#pragma omp simd reduction(+ : check)
+  for (int64_t i = 0; i < count; ++i) {
+    values[i] = absolute ? std::fabs(values[i]) : values[i];
+    check += values[i] * 0.0f;
+  }
+  return check;
+}
+
+MANYCLASS_SIMD void leave_out(const int32_t* ids, int64_t count, int64_t id, float* values) {
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) values[i] = ids[i] == id ? -INFINITY : values[i];
 }

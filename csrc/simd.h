@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #if defined(__x86_64__) && defined(__GNUC__) && defined(__linux__)
+#define MANYCLASS_X86
 #define MANYCLASS_SIMD __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define MANYCLASS_SIMD
@@ -67,8 +68,14 @@ float kth_largest(const float* values, int64_t count, int64_t k);
 // The places of the k values that reach `bound`, the k-th largest, ascending; of those that equal it the first. `out` holds `count`.
 void select_best(const float* values, int64_t count, float bound, int64_t k, int32_t* out);
 
+// out[i] = sums[i] · scales[i] · scale.
+void scale_sums(const int32_t* sums, const float* scales, float scale, int64_t count, float* out);
+
+// Takes absolute values if they are wanted; returns 0, or NaN if one is not finite.
+float finish_outputs(float* values, int64_t count, bool absolute);
+
 // values[i] = −∞ where ids[i] is `id`.
-void leave_out(const int64_t* ids, int64_t count, int64_t id, float* values);
+void leave_out(const int32_t* ids, int64_t count, int64_t id, float* values);
 
 // Chances of candidates to be drawn, min(1, c·e), where `number` are drawn of those for which that is at least the
 // chance to come with the pool. `e` holds exp(output) up to a factor, `total` is their sum. Writes the chances, 0 for what is left to

@@ -7,7 +7,11 @@ import torch
 from torch import Tensor
 
 MOST = 2**31 - 1
-F32, F64, I32, I64 = torch.float32, torch.float64, torch.int32, torch.int64
+F32, F64, I8, I32, I64 = torch.float32, torch.float64, torch.int8, torch.int32, torch.int64
+TABLES = {
+    "mean": (I8, 2), "mean_scale": (F32, 1), "spread": (F32, 1), "code": (I8, 2), "code_scale": (F32, 1),
+    "weight": (F32, 2), "bias": (F32, 1), "order": (I32, 1),
+}  # fmt: skip
 # The dtype and the dimensions of every tensor.
 DTYPES = {
     "alias_draw": {
@@ -16,17 +20,14 @@ DTYPES = {
     "bisect": {"rows": (F32, 2), "borders": (I64, 1)},
     "sum_up_": {"sums": (F64, 1), "leaves": (I64, 1)},
     "pool_draw": {"sums": (F64, 1), "uniform": (F64, 1)},
-    "summarise_": {
-        "mean": (F32, 2), "spread": (F32, 1), "weight": (F32, 2), "bias": (F32, 1), "order": (I32, 1),
-        "blocks": (I64, 1),
+    "summarise_": {**TABLES, "blocks": (I64, 1)},
+    "encode_": {
+        "code": (I8, 2), "code_scale": (F32, 1), "weight": (F32, 2), "bias": (F32, 1), "classes": (I64, 1),
     },
     "own_draw": {
-        "query": (F32, 2), "exclude": (I64, 1), "uniform": (F64, 1), "mean": (F32, 2), "spread": (F32, 1),
-        "weight": (F32, 2), "bias": (F32, 1), "order": (I32, 1), "sums": (F64, 1), "pool": (I64, 1),
+        "query": (F32, 2), "exclude": (I64, 1), "uniform": (F64, 1), **TABLES, "sums": (F64, 1), "pool": (I64, 1),
     },
-    "best_classes": {
-        "query": (F32, 2), "mean": (F32, 2), "spread": (F32, 1), "weight": (F32, 2), "bias": (F32, 1), "order": (I32, 1)
-    },
+    "best_classes": {"query": (F32, 2), **TABLES},
     "sampled_loss_": {
         "logits": (F32, 2), "query": (F32, 2), "weight": (F32, 2), "bias": (F32, 1), "classes": (I64, 2),
         "log_count": (F32, 2), "pool_log_count": (F32, 1), "hidden": (I64, 2),
@@ -107,7 +108,11 @@ def pool_draw(sums, uniform, classes, outliers, samples, share):
 
 def layout(classes: int, outliers: int, blocks: int, top: int, nodes: int) -> bool:
     if not (
-        1 <= classes <= MOST and 0 <= outliers < classes and 1 <= blocks <= classes - outliers and 1 <= top <= blocks
+        1 <= classes <= MOST
+        and 0 <= outliers < classes
+        and 1 <= blocks <= classes - outliers
+        and 1 <= top <= blocks
+        and blocks & (blocks - 1) == 0
     ):
         return False
     widths = [blocks]
@@ -116,33 +121,54 @@ def layout(classes: int, outliers: int, blocks: int, top: int, nodes: int) -> bo
     return widths[-1] == top and sum(widths) == nodes
 
 
-def fits(mean, spread, weight, bias, order):
+def encodes(code, code_scale, weight, bias):
     columns = weight.shape[1] + (len(bias) > 0)
     return (
-        mean.shape[1] == columns
-        and len(spread) == len(mean)
+        len(weight) > 0
+        and columns > 0
         and len(bias) in (0, len(weight))
+        and code.shape == (len(weight), stride(columns))
+        and len(code_scale) == len(weight)
+    )
+
+
+def stride(columns):
+    return -(-columns // 32) * 32
+
+
+def fits(mean, mean_scale, spread, code, code_scale, weight, bias, order):
+    return (
+        encodes(code, code_scale, weight, bias)
+        and mean.shape[1] == code.shape[1]
+        and len(spread) == len(mean_scale) == len(mean)
         and len(order) == len(weight)
     )
 
 
-def summarise_(mean, spread, weight, bias, order, blocks, outliers, num_blocks, top):
-    if not (layout(len(weight), outliers, num_blocks, top, len(mean)) and fits(mean, spread, weight, bias, order)):
+def encode_(code, code_scale, weight, bias, classes):
+    return encodes(code, code_scale, weight, bias) and inside(classes, 0, len(weight)) and rising(classes)
+
+
+def summarise_(mean, mean_scale, spread, code, code_scale, weight, bias, order, blocks, outliers, num_blocks, top):
+    if not fits(mean, mean_scale, spread, code, code_scale, weight, bias, order):
         return False
-    if not (mean.shape[1] > 0 and inside(blocks, 0, num_blocks) and rising(blocks)):
+    if not layout(len(weight), outliers, num_blocks, top, len(mean)):
+        return False
+    if not (inside(blocks, 0, num_blocks) and rising(blocks)):
         return False
     return True if inside(order, 0, len(weight)) else None  # only the blocks that are summarised are looked at
 
 
 def own_draw(
-    query, exclude, uniform, mean, spread, weight, bias, order, sums, pool, outliers, blocks, top, width, number, share,
-    absolute,
+    query, exclude, uniform, mean, mean_scale, spread, code, code_scale, weight, bias, order, sums, pool, outliers,
+    blocks, top, width, number, share, absolute,
 ):  # fmt: skip
     n = len(order)
     return (
-        layout(n, outliers, blocks, top, len(mean))
-        and fits(mean, spread, weight, bias, order)
-        and query.shape[1] == mean.shape[1]
+        fits(mean, mean_scale, spread, code, code_scale, weight, bias, order)
+        and layout(n, outliers, blocks, top, len(mean))
+        and inside(order[:outliers], 0, n)
+        and query.shape[1] == weight.shape[1] + (len(bias) > 0)
         and len(exclude) == len(uniform) == len(query)
         and len(sums) == 2 * blocks
         and tree_of_sums(sums)
@@ -156,12 +182,16 @@ def own_draw(
     )
 
 
-def best_classes(query, mean, spread, weight, bias, order, outliers, blocks, top, width, k, absolute):
+def best_classes(
+    query, mean, mean_scale, spread, code, code_scale, weight, bias, order, outliers, blocks, top, width, k, absolute
+):
     n = len(order)
-    if not (layout(n, outliers, blocks, top, len(mean)) and fits(mean, spread, weight, bias, order)):
+    if not fits(mean, mean_scale, spread, code, code_scale, weight, bias, order):
+        return False
+    if not (layout(n, outliers, blocks, top, len(mean)) and inside(order[:outliers], 0, n)):
         return False
     most = outliers + ((n - outliers) // blocks * width if width < blocks else n - outliers)
-    return query.shape[1] == mean.shape[1] and 1 <= width <= MOST and 1 <= k <= most
+    return query.shape[1] == weight.shape[1] + (len(bias) > 0) and 1 <= width <= MOST and 1 <= k <= most
 
 
 def sampled_loss_(logits, query, weight, bias, classes, log_count, pool_log_count, hidden, absolute):
@@ -248,7 +278,7 @@ def update_rows_(weight, first, second, rows, grad, missed, gain1, gain2, rate, 
 RULES = {
     rule.__name__: rule
     for rule in (
-        alias_draw, best_classes, bisect, own_draw, pool_draw, row_gradients, sampled_loss_, sum_up_, summarise_,
-        tree_draw, tree_refresh_, update_rows_,
+        alias_draw, best_classes, bisect, encode_, own_draw, pool_draw, row_gradients, sampled_loss_, sum_up_,
+        summarise_, tree_draw, tree_refresh_, update_rows_,
     )
 }  # fmt: skip

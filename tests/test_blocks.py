@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyclass import SampledSoftmax, ops, samplers
-from manyclass.samplers import Blocks, Draw, bisection, blocks, line, partition, pool, search
+from manyclass.samplers import Blocks, Draw, bisection, blocks, codes, line, partition, pool, search
 
 N, D = 300, 4
 
@@ -98,8 +98,8 @@ def test_expected_counts_are_exact(samples, prediction, offsets, backend):
     check_counts(sampler, query, target, samples, 1500 if backend == "native" else 300, bias=bias)
 
 
-def test_own_draws_make_the_visited_mass_exact(backend):
-    """Over all visited classes that an example draws for itself, the corrected sum does not vary."""
+def test_own_draws_hardly_vary_in_the_visited_mass(backend):
+    """Over all visited classes that an example draws for itself, the corrected sum varies by the rounding of codes."""
     sampler, (query, _) = trained(own=6, probe=8), batch(3)
     sums, drawn = [], set()
     for u in torch.linspace(0.01, 0.99, 20, dtype=torch.float64):
@@ -108,7 +108,7 @@ def test_own_draws_make_the_visited_mass_exact(backend):
         drawn.add(tuple(draw.ids[0].tolist()))
         sums.append((exact(query).gather(1, draw.ids) - draw.log_count).exp().sum(1))
     sums = torch.stack(sums)
-    torch.testing.assert_close(sums, sums[:1].expand_as(sums), rtol=1e-4, atol=0)
+    torch.testing.assert_close(sums, sums[:1].expand_as(sums), rtol=0.01, atol=0)
     assert len(drawn) > 1  # although the classes do
 
 
@@ -298,9 +298,10 @@ def test_nodes_know_the_moments_of_their_members(bias, backend):
         for node in range(0, number, 7):
             members = rows[members_of(tree, level, node)]
             place = tree.firsts[level] + node
-            torch.testing.assert_close(tree.mean[place], members.mean(0), rtol=1e-4, atol=1e-5)
-            variance = members.var(0, unbiased=False).mean()
-            torch.testing.assert_close(tree.spread[place], variance, rtol=1e-3, atol=1e-5)
+            mean, variance = members.mean(0), members.var(0, unbiased=False).mean()
+            # Means are rounded to 127 steps, and those of nodes above are means of rounded ones.
+            torch.testing.assert_close(tree.mean.read(place), mean, rtol=0, atol=float(mean.abs().max()) / 120 + 0.004)
+            torch.testing.assert_close(tree.spread[place], variance, rtol=0.01, atol=1e-5)
 
 
 def test_outliers_are_the_classes_that_lie_farthest_out(backend):
@@ -351,7 +352,9 @@ def test_a_new_tree_grows_beside_the_old_one(backend):
     fresh = Blocks(N, D, block_size=4)
     fresh.update(moved)
     assert torch.equal(sampler.partition.order, fresh.partition.order)
-    torch.testing.assert_close(sampler.partition.mean, fresh.partition.mean)
+    assert torch.equal(sampler.partition.mean.code, fresh.partition.mean.code)
+    inside = old[sampler.partition.outliers :].long()
+    assert torch.equal(sampler.codes.code[inside], fresh.codes.code[inside])
 
 
 def test_no_slice_reads_more_rows_than_a_slice(monkeypatch):
@@ -369,23 +372,63 @@ def test_touched_blocks_wait_in_line(monkeypatch):
     sampler, weight = Blocks(N, D, block_size=4), weights()
     sampler.update(weight)
     tree = sampler.partition
-    before, rows = tree.mean.clone(), tree.order[tree.outliers :: 4].long()[20:40]
+    before, rows = tree.mean.code.clone(), tree.order[tree.outliers :: 4].long()[20:40]
     weight[rows] += 1
     touched = tree.block_of[rows].long().unique()
     assert len(touched) > 14
     sampler.update(weight, rows)
-    assert int(sampler.line.length) == len(touched) - 7  # one of eight is swept
+    assert int(sampler.line.touched.sum()) == len(touched) - 7  # one of eight is swept
     for _ in range(2):
         sampler.update(weight, rows[:0])
-    assert int(sampler.line.length) == max(0, len(touched) - 21)
+    assert int(sampler.line.touched.sum()) == max(0, len(touched) - 21)
     leaves = tree.firsts[-1]
-    changed = (tree.mean[leaves:] != before[leaves:]).any(1).nonzero().flatten()
+    changed = (tree.mean.code[leaves:] != before[leaves:]).any(1).nonzero().flatten()
     assert set(changed.tolist()) <= set(touched.tolist())
     for _ in range(3):
         sampler.update(weight, rows[:0])
     fresh = copy.deepcopy(tree)
-    fresh.summarise(weight, None, torch.arange(tree.blocks))
-    torch.testing.assert_close(tree.mean, fresh.mean)
+    fresh.summarise(weight, None, torch.arange(tree.blocks), copy.deepcopy(sampler.codes))
+    assert torch.equal(tree.mean.code, fresh.mean.code)
+
+
+@pytest.mark.parametrize(("blocks", "window"), [(64, 8192), (256, 64)])
+def test_every_touched_block_is_soon_due_and_none_twice(blocks, window, monkeypatch):
+    monkeypatch.setattr(line, "REFRESH", 16)
+    monkeypatch.setattr(line, "WINDOW", window)
+    queue, generator, since = line.Line(blocks), torch.Generator().manual_seed(0), torch.zeros(blocks)
+    swept_at, longest = torch.zeros(blocks), 0
+    for step in range(200):
+        queue.join(torch.randint(blocks, (step % 5,), generator=generator))
+        due = queue.due()
+        assert len(due) == 16
+        assert bool((due.diff() > 0).all())
+        since = torch.where(queue.touched, since + 1, 0)
+        longest = max(longest, int(since.max()))
+        swept_at[due] = step
+    # Two touched blocks per step on average: they wait for the window to come round, or for the sweep.
+    assert longest <= blocks // min(blocks, window) + 16
+    assert float(swept_at.min()) >= 200 - blocks / 2  # a sweep of at least 2 blocks per step
+
+
+def test_codes_of_touched_rows_are_never_stale(monkeypatch, backend):
+    """Blocks wait for their refresh, but the classes themselves do not."""
+    monkeypatch.setattr(line, "REFRESH", 8)
+    sampler, weight = Blocks(N, D, block_size=4), weights()
+    sampler.update(weight)
+    rows = torch.tensor([5, 3, 150, 3, 99, 210])  # in any order, some of them twice
+    weight[rows] += 1
+    sampler.update(weight, rows)
+    largest = weight.abs().amax(1)
+    torch.testing.assert_close(sampler.codes.read(rows), weight[rows], rtol=0, atol=float(largest[rows].max()) / 250)
+
+
+def test_codes_round_and_say_what_they_cannot_hold():
+    held = codes.Codes(4, 3)
+    held.write(torch.arange(4), torch.tensor([[0, 0, 0], [1e-40, 0, 0], [math.nan, 1, 1], [-127, 0.5, 1.6]]))
+    assert held.code[:, :3].tolist() == [[0, 0, 0], [0, 0, 0], [0, 0, 0], [-127, 0, 2]]
+    assert held.scale[:2].tolist() == [0, 0]
+    assert math.isnan(held.scale[2])
+    assert float(held.scale[3]) == 1
 
 
 def test_a_sweep_finds_what_changed_unseen():
@@ -395,7 +438,7 @@ def test_a_sweep_finds_what_changed_unseen():
     for _ in range(3):
         sampler.update(weight, torch.tensor([0]))
     torch.testing.assert_close(
-        sampler.partition.mean[sampler.partition.firsts[-1] :].mean(),
+        sampler.partition.mean.read(torch.arange(sampler.partition.firsts[-1], len(sampler.partition.spread))).mean(),
         weight[sampler.partition.order[sampler.partition.outliers :].long()].mean(),
         rtol=0.01,
         atol=0,
@@ -549,7 +592,9 @@ def test_by_name():
     assert isinstance(head.sampler, samplers.Blocks)
     assert (head.sampler.own, head.sampler.prediction) == (16, "absolute")
     assert "× the class weights" in repr(head)
-    with pytest.raises(TypeError, match="sampler='blocks' has no option 'scope'; allowed are own, probe, block_size"):
+    with pytest.raises(
+        TypeError, match="sampler='blocks' has no option 'scope': its options are own, probe, block_size"
+    ):
         SampledSoftmax(4, 500, scope="batch")
 
 
@@ -566,7 +611,9 @@ def test_opcheck():
     torch.library.opcheck(native.pool_draw.default, (tree.sums, uniform[:1], N, tree.outliers, 40, 0.5))
     torch.library.opcheck(native.sum_up_.default, (tree.sums.clone(), torch.tensor([0, 5])))
     torch.library.opcheck(native.bisect.default, (weights(50), torch.tensor([0, 20, 50])))
-    summarise = (tree.mean.clone(), tree.spread.clone(), weights(), torch.empty(0), tree.order)
+    nodes = (tree.mean.code.clone(), tree.mean.scale.clone(), tree.spread.clone())
+    classes = (sampler.codes.code.clone(), sampler.codes.scale.clone(), weights(), torch.empty(0))
+    summarise = (*nodes, *classes, tree.order)
     torch.library.opcheck(native.summarise_.default, (*summarise, torch.tensor([0, 3]), *index.sizes()))
 
 
@@ -590,14 +637,12 @@ def test_opcheck():
             "blocks must be top times a power of 8",
         ),
         (
-            lambda t, i: torch.ops.manyclass.summarise_(
-                t.mean, t.spread, weights(), torch.empty(0), t.order, torch.tensor([t.blocks]), *i.sizes()
-            ),
+            lambda t, i: torch.ops.manyclass.summarise_(*i.native(), torch.tensor([t.blocks]), *i.sizes()),
             "blocks must be in",
         ),
         (
             lambda t, i: torch.ops.manyclass.summarise_(
-                t.mean, t.spread, weights(), torch.empty(0), t.order + N, torch.tensor([t.blocks - 1]), *i.sizes()
+                *i.native()[:-1], t.order + N, torch.tensor([t.blocks - 1]), *i.sizes()
             ),
             "order must hold classes",
         ),

@@ -56,8 +56,10 @@ def test_all_blocks_find_what_exact_search_finds(backend, prediction, bias):
     log_prob, ids = head.topk(query, 100)
     for probe in (blocks, blocks + 1):
         found = head.topk(query, 100, probe=probe)
-        assert torch.equal(found[1], ids)
-        torch.testing.assert_close(found[0], log_prob, atol=2e-5, rtol=0)
+        # Classes with equal outputs may change places.
+        torch.testing.assert_close(head.log_prob(query).gather(-1, found[1]), log_prob, atol=2e-5, rtol=0)
+        # The partition function is a sum over codes, which are rounded.
+        torch.testing.assert_close(found[0], log_prob, atol=2e-3, rtol=0)
     fewer = head.topk(query, 100, probe=blocks // 8)[1]
     assert fewer.shape == ids.shape
     assert not torch.equal(fewer, ids)
@@ -89,7 +91,7 @@ def test_errors():
     with pytest.raises(ValueError, match="k must be at most 88, the classes that probe = 4 visits, got 89"):
         head.topk(query, 89, probe=4)
     assert head.topk(query, 88, probe=4)[1].shape == (3, 4, 88)
-    with pytest.raises(ValueError, match=r"probe needs sampler='blocks', .* this one is Uniform"):
+    with pytest.raises(ValueError, match="probe needs a sampler with a search index, such as 'blocks'; Uniform"):
         SampledSoftmax(FEATURES, 50, "uniform").topk(query, 5, probe=4)
 
 

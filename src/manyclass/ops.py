@@ -71,7 +71,23 @@ if _NATIVE:
         return torch.empty_like(uniform, dtype=torch.long)
 
     @torch.library.register_fake("manyclass::best_classes")
-    def _(query, mean, spread, weight, bias, order, outliers, blocks, top, width, k, absolute):
+    def _(
+        query,
+        mean,
+        mean_scale,
+        spread,
+        code,
+        code_scale,
+        weight,
+        bias,
+        order,
+        outliers,
+        blocks,
+        top,
+        width,
+        k,
+        absolute,
+    ):
         one = query.new_empty(len(query))
         return query.new_empty(len(query), k), one.new_empty(len(query), k, dtype=torch.long), one, one.clone()
 
@@ -79,8 +95,12 @@ if _NATIVE:
     def _(rows, borders):
         return rows.new_empty(len(rows), dtype=torch.long)
 
+    @torch.library.register_fake("manyclass::encode_")
+    def _(code, code_scale, weight, bias, classes):
+        return None
+
     @torch.library.register_fake("manyclass::own_draw")
-    def _(query, exclude, uniform, mean, spread, weight, bias, order, sums, pool, *sizes):
+    def _(query, exclude, uniform, mean, mean_scale, spread, code, code_scale, weight, bias, order, sums, pool, *sizes):
         slots = (len(query), sizes[4])
         pairs = torch.library.get_ctx().new_dynamic_size()
         ids, hidden = query.new_empty(slots, dtype=torch.long), query.new_empty(2, pairs, dtype=torch.long)
@@ -105,7 +125,7 @@ if _NATIVE:
         return None
 
     @torch.library.register_fake("manyclass::summarise_")
-    def _(mean, spread, weight, bias, order, blocks, outliers, num_blocks, top):
+    def _(mean, mean_scale, spread, code, code_scale, weight, bias, order, blocks, outliers, num_blocks, top):
         return None
 
     @torch.library.register_fake("manyclass::tree_draw")

@@ -14,7 +14,7 @@ MEANS_ITERATIONS = 4
 
 def bisect(
     rows: Tensor,  # shape: (n, columns)
-    borders: Tensor,  # shape: (2^levels + 1,), int64, from 0 to n
+    borders: Tensor,  # shape: (2^levels + 1,), int64, from 0 to n; on the CPU
 ) -> Tensor:
     """Order rows so that positions ``borders[j] … borders[j + 1] − 1`` hold the members of block j, shape ``(n,)``.
 
@@ -31,19 +31,20 @@ def bisect_reference(rows: Tensor, borders: Tensor) -> Tensor:
     order, blocks = torch.arange(len(rows), device=rows.device), len(borders) - 1
     width = blocks
     while width > 1 and len(rows):
-        begin, end = borders[:-1:width], borders[width::width]
-        size = end - begin
+        begin, size = borders[:-1:width], borders[::width].diff()
         longest = int(size.max())
         halved = torch.empty_like(order)
         part = max(1, functional.MAX_LOGITS // (longest * rows.shape[1]))
-        for chosen in torch.arange(len(begin), device=rows.device).split(part):
+        for chosen in size.nonzero().squeeze(-1).split(part):
             place = torch.arange(longest, device=rows.device)
-            inside = place < size[chosen].unsqueeze(-1)
-            position = (begin[chosen].unsqueeze(-1) + place).minimum(end[chosen].unsqueeze(-1) - 1)
+            first, number = (each[chosen].to(rows.device).unsqueeze(-1) for each in (begin, size))
+            inside, last = place < number, place.minimum(number - 1)
+            position = first + last
             members = order[position]
             value = (rows[members] @ direction(rows[members], inside).unsqueeze(-1)).squeeze(-1)
             value = value.nan_to_num(0.0).masked_fill(~inside, math.inf)
-            halved[position[inside]] = members.gather(1, value.argsort(dim=1, stable=True))[inside]
+            # Places outside repeat the last one inside: a mask would make the host wait for the device.
+            halved[position] = members.gather(1, value.argsort(dim=1, stable=True).gather(1, last))
         order, width = halved, width // 2
     return order
 

@@ -1,6 +1,5 @@
 """Own and shared negatives: each example draws from the blocks that matter for it, and a pool covers the rest."""
 
-import inspect
 import math
 from typing import Any
 
@@ -8,16 +7,17 @@ import torch
 from torch import Tensor
 
 from .. import checks, functional
+from ..counters import Counters
 from .base import Incremental, Sampler
-from .draw import Best, Draw, Part
+from .codes import Codes, encode
+from .description import options as declared
+from .draw import Best, Draw, Part, either_hidden
 from .line import Line
 from .partition import Partition
 from .pool import pool_draw
-from .search import Index, best_classes, log_mass, own_draw
+from .recent import NEW, Recent
+from .search import Index, best_classes, own_draw
 
-# Recent queries that the pool's shares follow, and how many each step adds.
-RECENT = 64
-NEW = 16
 # A new tree is begun after so many updates, and each later one when a quarter more have passed: embeddings move most at
 # the start.
 REBUILD = 10
@@ -27,7 +27,7 @@ FASTEST = 8
 MANY_SLICES = 512
 
 
-class Blocks(Incremental):
+class Blocks(Counters, Incremental):
     """Negatives of each example from the blocks that hold most of its mass, and a shared pool for all other classes.
 
     Classes lie in blocks of neighbours, the leaves of a tree. Each example walks down the tree, along the ``probe``
@@ -47,17 +47,17 @@ class Blocks(Incremental):
         bias: whether class weights come with offsets, as a further column.
 
     A draw costs O(probe · (block_size + 8·log n) · d) per example and O(num_samples · log n) per batch. The sampler
-    takes twice (1.15 · d / block_size + 5) numbers per class: the tree, and the one that grows beside it.
+    takes about d · (1 + 2.3 / block_size) + 30 bytes per class: codes, the tree, and the one that grows beside it.
     """
 
+    q = "own negatives ∝ exp(o) from the best blocks, and a shared pool"
+    cost = "O(probe·d·log n) per example"
+    use = "[the default](docs/blocks.md)"
     scope = "batch"
+    replacement = False
     sweeps = True
 
-    recent: Tensor
-    recent_cutoff: Tensor
-    recent_log_total: Tensor
-    updates: Tensor
-    rebuild_at: Tensor
+    counters = ("updates", "rebuild_at")
 
     def __init__(
         self,
@@ -77,19 +77,16 @@ class Blocks(Incremental):
         self.prediction = checks.one_of("prediction", prediction, functional.PREDICTIONS)
         self.partition = Partition(num_classes, self.columns, block_size)
         self.growing = Partition(num_classes, self.columns, block_size)
-        self.register_buffer("recent", torch.zeros(RECENT, self.columns))
-        self.register_buffer("recent_cutoff", torch.zeros(RECENT))
-        self.register_buffer("recent_log_total", torch.full((RECENT,), math.inf))
-        self.register_buffer("updates", torch.zeros((), dtype=torch.long))
+        self.codes = Codes(num_classes, self.columns)
+        self.recent = Recent(self.columns)
+        self.updates, self.rebuild_at = 0, REBUILD
         self.line = Line(self.partition.blocks)
-        self.register_buffer("rebuild_at", torch.tensor(REBUILD))
         self._tables: tuple[Tensor, Tensor | None] | None = None
 
     @classmethod
     def restrict(cls, options: dict[str, Any], part: Part) -> tuple[type[Sampler], dict[str, Any]]:
         """Share out what each example draws and visits."""
-        defaults = inspect.signature(cls).parameters
-        totals = {name: options.get(name, defaults[name].default) for name in ("own", "probe")}
+        totals = {name: value for name, value in {**declared(cls), **options}.items() if name in ("own", "probe")}
         shared = {name: math.ceil(checks.positive_int(name, total) / part.shards) for name, total in totals.items()}
         return cls, {**options, **shared}
 
@@ -99,71 +96,62 @@ class Blocks(Incremental):
         The sampler reads the weights when it draws, so it keeps a reference to them. A new tree grows beside the one in
         use, a slice at each update, and replaces it when it is complete.
         """
-        self._check_weight(weight, bias, self.recent)
-        self.attach(weight, bias)
+        self._check_weight(weight, bias, self.recent.query)
+        rows = None if rows is None else self._check_rows(rows)
+        self.attach(weight, bias, rows)
         self.updates += 1
-        if rows is None or int(self.updates) == 1:
-            self.growing.grown.zero_()
+        if rows is None or self.updates == 1:
+            self.growing.grown = 0
             self._grow(self.growing.slices)
             self._swap()
         else:
-            rows = checks.indices("rows", rows, self.num_classes)
             self.line.join(self.partition.block_of[rows].long())
             self._refresh(self.line.due())
-            if int(self.growing.grown) or int(self.updates) > int(self.rebuild_at):
+            if self.growing.grown or self.updates > self.rebuild_at:
                 self._grow_some()
 
-    def attach(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Read these class weights from now on."""
+    def attach(self, weight: Tensor, bias: Tensor | None, rows: Tensor | None = None) -> None:
+        """Read these class weights from now on; update the codes of ``rows (k,)``."""
         self._tables = weight.detach(), None if bias is None else bias.detach()
+        if rows is not None:
+            encode(self.codes, *self._tables, rows)
 
     def _grow(self, slices: int) -> None:
         assert self._tables is not None
         for _ in range(slices):
-            blocks = self.growing.grow(*self._tables)
+            blocks = self.growing.grow(*self._tables, self.codes)
             if blocks is not None:
                 self._share(self.growing, blocks)
 
     def _grow_some(self) -> None:
         slices = self.growing.slices
         fastest = FASTEST if slices <= MANY_SLICES else 1
-        self._grow(min(fastest, math.ceil(4 * slices / int(self.updates)), slices - int(self.growing.grown)))
-        if int(self.growing.grown) == slices:
+        self._grow(min(fastest, math.ceil(4 * slices / self.updates), slices - self.growing.grown))
+        if self.growing.grown == slices:
             self._swap()
 
     def _swap(self) -> None:
         """Take the new tree into use; nothing waits for a refresh in it."""
         self.partition, self.growing = self.growing, self.partition
-        self.growing.grown.zero_()
-        self.rebuild_at.copy_((self.updates + self.updates // 4).clamp(min=REBUILD))
+        self.growing.grown = 0
+        self.rebuild_at = max(REBUILD, self.updates + self.updates // 4)
         self.line.clear()
 
     def observe(self, query: Tensor) -> None:
         """Let some of these queries replace the oldest of the recent ones, which the pool's shares follow."""
         if not len(query):
             return
-        query = self._extended(query[:: math.ceil(len(query) / NEW)].detach(), self.recent)
-        found = self._best(query, 1, self.probe)
-        place = (int(self.updates) * NEW + torch.arange(len(query), device=query.device)) % RECENT
-        self.recent[place], self.recent_cutoff[place] = query, found.cutoff
-        self.recent_log_total[place] = found.log_total
+        query = self._extended(query[:: math.ceil(len(query) / NEW)].detach(), self.recent.query)
+        self.recent.replace(self.updates, query, self._best(query, 1, self.probe))
 
     def _refresh(self, blocks: Tensor) -> None:
         assert self._tables is not None
-        self.partition.summarise(*self._tables, blocks)
+        self.partition.summarise(*self._tables, blocks, self.codes)
         self._share(self.partition, blocks)
 
     def _share(self, partition: Partition, blocks: Tensor) -> None:
-        """Set the shares of summarised blocks: the root mean square over recent queries of their mass per class.
-
-        A block that a query would visit has at most the mass of the least that it did visit: most of these were drawn
-        from, and what the walk has missed is worth as much.
-        """
-        node, size = partition.firsts[-1] + blocks, partition.inside / partition.blocks
-        norm = self.recent.square().sum(dim=-1, keepdim=True)
-        mass = log_mass(self.recent @ partition.mean[node].T, norm * partition.spread[node], size, self.prediction)
-        share = (mass.minimum(self.recent_cutoff.unsqueeze(-1)) - self.recent_log_total.unsqueeze(-1)).exp() / size
-        partition.set_shares(blocks, share.square().mean(dim=0).sqrt().nan_to_num(0.0))
+        """Set the shares of summarised blocks in the pool."""
+        partition.set_shares(blocks, self.recent.shares(partition, blocks, self.prediction))
         partition.refreshed[blocks] = self.updates
 
     def draw(
@@ -188,11 +176,11 @@ class Blocks(Incremental):
         dtype = torch.promote_types(query.dtype, torch.float32)
         position, pool_log_count = pool_draw(self.partition, uniform[:1], num_samples)
         pool = self.partition.order[position].long()
-        extended = self._extended(query, self.recent)
+        extended = self._extended(query, self.recent.query)
         width = min(self.probe, self.partition.blocks)
         own = own_draw(self._index(), extended, exclude, uniform[1:], position, width, self.own)
         shared = Draw.shared(pool, pool_log_count.to(dtype), shape, exclude)
-        hidden = torch.cat([own.hidden, shared.hidden], dim=1)
+        hidden = own.hidden if exclude is None else either_hidden(own.hidden, shared.hidden)
         own_shape = (*shape, self.own)
         return shared._replace(
             ids=own.ids.reshape(own_shape), log_count=own.log_count.to(dtype).reshape(own_shape), hidden=hidden
@@ -210,7 +198,7 @@ class Blocks(Incremental):
         most = self.num_classes if width == self.partition.blocks else most
         if k > most:
             raise ValueError(f"k must be at most {most}, the classes that probe = {probe} visits, got {k}")
-        found = self._best(self._extended(flat, self.recent), k, width)
+        found = self._best(self._extended(flat, self.recent.query), k, width)
         return Best(*(part.reshape((*query.shape[:-1], *part.shape[1:])) for part in found))
 
     def _best(self, query: Tensor, k: int, width: int) -> Best:
@@ -219,7 +207,7 @@ class Blocks(Incremental):
     def _index(self) -> Index:
         if self._tables is None:
             raise ValueError("Blocks has seen no class weights yet: call update(weight) first")
-        return Index(self.partition, *self._tables, self.prediction)
+        return Index(self.partition, self.codes, *self._tables, self.prediction, self.validate)
 
     def log_total(self, query: Tensor) -> Tensor:
         """The estimate of log Σ exp(o), or of exp(|o|), over all classes."""

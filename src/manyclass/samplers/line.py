@@ -1,59 +1,59 @@
-"""Blocks that wait for a refresh, in line."""
+"""Which blocks are due for a refresh."""
 
 import torch
 from torch import Tensor, nn
 
-# Blocks that an update summarises, and the part of them that a sweep takes in turn; the others were touched.
+# Blocks that an update summarises, and the part of them that a sweep takes. The others are touched ones, if any are.
 REFRESH = 512
 SWEEP = 8
+# Blocks among which an update looks for touched ones.
+WINDOW = 8192
 
 
 class Line(nn.Module):
-    """Touched blocks wait, each once, and a sweep goes round all of them, since rows may change unseen.
+    """Touched blocks are refreshed in turn, and a sweep goes round all blocks, since rows may change unseen.
+
+    Nothing here depends on values, so a GPU need not wait.
 
     Args:
-        blocks: how many there are.
+        blocks: how many there are, a power of two.
     """
 
-    waiting: Tensor
-    waits: Tensor
-    start: Tensor
-    length: Tensor
+    touched: Tensor
+    at: Tensor
     swept: Tensor
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
-        # A ring.
-        self.register_buffer("waiting", torch.zeros(blocks, dtype=torch.long))
-        self.register_buffer("waits", torch.zeros(blocks, dtype=torch.bool))
-        for name in ("start", "length", "swept"):
-            self.register_buffer(name, torch.zeros((), dtype=torch.long))
+        self.register_buffer("touched", torch.zeros(blocks, dtype=torch.bool))
+        # Where to look for touched blocks next, and where the sweep is.
+        self.register_buffer("at", torch.zeros((), dtype=torch.long))
+        self.register_buffer("swept", torch.zeros((), dtype=torch.long))
 
     def clear(self) -> None:
-        """Send all home: the blocks are new."""
-        for buffer in (self.waits, self.length, self.swept):
-            buffer.zero_()
+        """Forget all blocks: they were all refreshed."""
+        self.touched.zero_()
 
     def join(self, blocks: Tensor) -> None:
-        """Let ``blocks``, −1 for none, wait at the end of the line."""
-        if len(self.waiting) <= REFRESH:  # all are refreshed anyway
-            return
-        blocks = blocks[(blocks >= 0) & ~self.waits[blocks]].unique()
-        place = torch.arange(len(blocks), device=blocks.device) + self.start + self.length
-        self.waiting[place % len(self.waiting)] = blocks
-        self.waits[blocks] = True
-        self.length += len(blocks)
+        """Mark ``blocks`` as touched; −1, the block of outliers, marks the last one, which does no harm."""
+        self.touched[blocks] = True
 
     def due(self) -> Tensor:
-        """Take the blocks to refresh now: from the front of the line, and some in turn."""
-        device, blocks = self.waiting.device, len(self.waiting)
+        """Take the blocks to refresh now, sorted and distinct."""
+        blocks, device = len(self.touched), self.touched.device
         if blocks <= REFRESH:
             return torch.arange(blocks, device=device)
-        first = min(int(self.length), REFRESH - REFRESH // SWEEP)
-        due = self.waiting[(self.start + torch.arange(first, device=device)) % blocks]
-        self.waits[due] = False
-        self.start.add_(first).remainder_(blocks)
-        self.length -= first
-        swept = (self.swept + torch.arange(REFRESH - first, device=device)) % blocks
-        self.swept.add_(REFRESH - first).remainder_(blocks)
-        return torch.cat([due, swept]).unique()  # each once: threads share them out
+        most, window = REFRESH - REFRESH // SWEEP, min(blocks, WINDOW)
+        place = torch.arange(window, device=device)
+        candidates = (self.at + place) % blocks
+        # Touched blocks that the sweep is about to reach are left to it, so that no block is due twice.
+        touched = self.touched[candidates] & ((candidates - self.swept) % blocks >= REFRESH)
+        first = (place + window * ~touched).topk(most, largest=False).indices
+        number = touched.sum().clamp(max=most)
+        self.at.add_(torch.where(number == most, first[-1] + 1, window)).remainder_(blocks)
+        turn = torch.arange(REFRESH, device=device)
+        swept = (self.swept + turn - number) % blocks
+        self.swept.add_(REFRESH - number).remainder_(blocks)
+        due = torch.where(turn < number, candidates[first[turn.clamp(max=most - 1)]], swept)
+        self.touched[due] = False
+        return due.sort().values

@@ -3,10 +3,12 @@
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import functional, ops
+from ..counters import Counters
 from .bisection import bisect, direction
+from .codes import Codes, native_tables, rows_of
 
 # Three bisections lie between two levels that are kept.
 BRANCHING = 8
@@ -20,7 +22,7 @@ SLICE = 4096
 SAMPLE = 1024
 
 
-class Partition(nn.Module):
+class Partition(Counters):
     """Classes in ``2^levels`` blocks of neighbours, which are the leaves of a balanced tree.
 
     Every node knows the mean of its members and their variance per column. A few classes that lie farthest out
@@ -34,14 +36,14 @@ class Partition(nn.Module):
 
     order: Tensor
     block_of: Tensor
-    mean: Tensor
     spread: Tensor
     sums: Tensor
     refreshed: Tensor
-    grown: Tensor
     vector: Tensor
     farthest: Tensor
     distance: Tensor
+
+    counters = ("grown",)
 
     def __init__(self, num_classes: int, columns: int, block_size: int) -> None:
         super().__init__()
@@ -60,7 +62,7 @@ class Partition(nn.Module):
         # Classes in the order of their blocks, after the outliers; the block of each, −1 for an outlier.
         self.register_buffer("order", torch.arange(num_classes, dtype=torch.int32))
         self.register_buffer("block_of", torch.full((num_classes,), -1, dtype=torch.int32))
-        self.register_buffer("mean", torch.zeros(nodes, columns))
+        self.mean = Codes(nodes, columns)
         self.register_buffer("spread", torch.zeros(nodes))
         # Node 1 is the root, 2·i and 2·i + 1 are the children of node i, and block b is node blocks + b.
         self.register_buffer("sums", torch.zeros(2 * self.blocks, dtype=torch.float64))
@@ -68,7 +70,7 @@ class Partition(nn.Module):
         self.register_buffer("refreshed", torch.zeros(self.blocks, dtype=torch.long))
         # How far the tree has grown, in slices, and what it needs in between: the centre or the present direction, and
         # the outliers found so far.
-        self.register_buffer("grown", torch.zeros((), dtype=torch.long))
+        self.grown = 0
         self.register_buffer("vector", torch.zeros(columns))
         self.register_buffer("farthest", torch.zeros(self.outliers, dtype=torch.long))
         self.register_buffer("distance", torch.zeros(self.outliers))
@@ -89,12 +91,12 @@ class Partition(nn.Module):
         """Slices of one segment of a level."""
         return math.ceil(math.ceil(self.inside / (1 << level)) / SLICE) if level < self.stepwise else 1
 
-    def grow(self, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    def grow(self, weight: Tensor, bias: Tensor | None, codes: Codes) -> Tensor | None:
         """Take the next step towards a new tree; return the blocks that are now complete, if any.
 
         A step reads at most `SLICE` rows of the class weights. The tree is complete after `slices` steps.
         """
-        at = int(self.grown)
+        at = self.grown
         self.grown += 1
         if at < self._scans():
             self._scan(weight, bias, at)
@@ -105,7 +107,7 @@ class Partition(nn.Module):
                 self._halve(weight, bias, level, *divmod(at, self._slices_of(level)))
                 return None
             at -= self._slices_of(level) << level
-        return self._finish(weight, bias, at)
+        return self._finish(weight, bias, at, codes)
 
     def _scan(self, weight: Tensor, bias: Tensor | None, at: int) -> None:
         """Look for the outliers in a slice of the classes; after the last one, start the order."""
@@ -125,7 +127,7 @@ class Partition(nn.Module):
             others = torch.ones(self.num_classes, dtype=torch.bool, device=weight.device)
             others[self.farthest] = False
             self.order[: self.outliers] = self.farthest.sort().values.int()
-            self.order[self.outliers :] = others.nonzero().squeeze(-1).int()
+            self.order[self.outliers :] = torch.nonzero_static(others, size=self.inside).squeeze(-1).int()
             self.block_of.fill_(-1)
 
     def _halve(self, weight: Tensor, bias: Tensor | None, level: int, segment: int, part: int) -> None:
@@ -143,44 +145,55 @@ class Partition(nn.Module):
             self.vector.copy_(direction(sample, torch.ones_like(sample[:, 0], dtype=torch.bool)))
         self.order[position] = ids[(rows @ self.vector).argsort(stable=True)].int()
 
-    def _finish(self, weight: Tensor, bias: Tensor | None, segment: int) -> Tensor:
+    def _finish(self, weight: Tensor, bias: Tensor | None, segment: int, codes: Codes) -> Tensor:
         """Divide a small segment into its blocks, and summarise them."""
         width = self.blocks >> self.stepwise
-        blocks = torch.arange(segment * width, (segment + 1) * width, device=weight.device)
-        borders = self.border(torch.arange(segment * width, (segment + 1) * width + 1, device=weight.device))
+        # Borders stay on the host, which needs the sizes of the blocks.
+        borders = self.border(torch.arange(segment * width, (segment + 1) * width + 1))
         begin, end = int(borders[0]), int(borders[-1])
+        blocks = torch.arange(segment * width, (segment + 1) * width)
+        block_of, blocks = blocks.repeat_interleave(borders.diff()).int().to(weight.device), blocks.to(weight.device)
         ids = self.order[begin:end]
         ids = ids[bisect(rows_of(weight, bias, ids.long()), borders - begin)]
         self.order[begin:end] = ids
-        self.block_of[ids.long()] = blocks.repeat_interleave(borders.diff()).int()
-        self.summarise(weight, bias, blocks)
+        self.block_of[ids.long()] = block_of
+        self.summarise(weight, bias, blocks, codes)
         return blocks
 
-    def summarise(self, weight: Tensor, bias: Tensor | None, blocks: Tensor) -> None:
-        """Find the mean and the spread of some blocks, and of the nodes above them."""
-        if ops.native_for(weight, self.mean):
-            tables = (weight.contiguous(), weight.new_empty(0) if bias is None else bias.contiguous(), self.order)
+    def summarise(self, weight: Tensor, bias: Tensor | None, blocks: Tensor, codes: Codes) -> None:
+        """Update mean and spread of ``blocks``, sorted and distinct, and above them; and the codes of their classes."""
+        if ops.native_for(weight):
+            tables = (
+                self.mean.code,
+                self.mean.scale,
+                self.spread,
+                codes.code,
+                codes.scale,
+                *native_tables(weight, bias),
+            )
             sizes = (self.outliers, self.blocks, self.widths[0])
-            torch.ops.manyclass.summarise_(self.mean, self.spread, *tables, blocks.contiguous(), *sizes)
+            torch.ops.manyclass.summarise_(*tables, self.order, blocks.contiguous(), *sizes)
             return
         for part in blocks.split(max(1, functional.MAX_LOGITS // (self.block_size * self.columns))):
             ids, inside = self.members(part)
-            rows = rows_of(weight, bias, ids) * inside.unsqueeze(-1)
+            rows = rows_of(weight, bias, ids)
+            codes.write(ids.flatten(), rows.flatten(0, 1))
+            rows = rows * inside.unsqueeze(-1)
             self._set_moments(self.firsts[-1] + part, rows.sum(1), rows.square().sum((1, 2)), inside.sum(-1))
         nodes = blocks
         for level in range(len(self.widths) - 2, -1, -1):
-            nodes = (nodes // BRANCHING).unique()
+            nodes = _parents(nodes, BRANCHING)
             children = nodes.unsqueeze(-1) * BRANCHING + torch.arange(BRANCHING, device=nodes.device)
             size = self._sizes(children, level + 1)
             below = self.firsts[level + 1] + children
-            mean = self.mean[below]
+            mean = self.mean.read(below)
             square = (mean.square().sum(-1) + self.columns * self.spread[below]) * size
             total = (mean * size.unsqueeze(-1)).sum(1)
             self._set_moments(self.firsts[level] + nodes, total, square.sum(-1), size.sum(-1))
 
     def _set_moments(self, nodes: Tensor, total: Tensor, square: Tensor, size: Tensor) -> None:
         mean = total / size.unsqueeze(-1)
-        self.mean[nodes] = mean
+        self.mean.write(nodes, mean)
         self.spread[nodes] = (square / size - mean.square().sum(-1)).clamp(min=0) / self.columns
 
     def set_shares(self, blocks: Tensor, share: Tensor) -> None:
@@ -191,7 +204,7 @@ class Partition(nn.Module):
             return
         nodes = self.blocks + blocks
         for _ in range(self.levels):
-            nodes = (nodes // 2).unique()
+            nodes = _parents(nodes, 2)
             self.sums[nodes] = self.sums[2 * nodes] + self.sums[2 * nodes + 1]
 
     def members(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,7 +226,7 @@ class Partition(nn.Module):
         return self.border((nodes + 1) * width) - self.border(nodes * width)
 
 
-def rows_of(weight: Tensor, bias: Tensor | None, ids: Tensor) -> Tensor:
-    """Rows of the class weights in float32, with their offsets as a further column if there are any."""
-    rows = weight[ids].float()
-    return rows if bias is None else torch.cat([rows, bias[ids].float().unsqueeze(-1)], dim=-1)
+def _parents(nodes: Tensor, branching: int) -> Tensor:
+    """Parents of nodes; each once on the CPU. Elsewhere counting them would make the host wait for the device."""
+    parents = nodes // branching
+    return parents.unique() if parents.device.type == "cpu" else parents

@@ -7,23 +7,35 @@ import torch
 from torch import Tensor
 
 from .. import functional, ops
-from .draw import Best
-from .partition import BRANCHING, Partition, rows_of
+from .codes import Codes, native_tables, rows_of
+from .draw import Best, as_hidden
+from .partition import BRANCHING, Partition
 from .pool import UNIFORM, pool_count
+
+# Beside twice as many as are wanted, a search scores this many of the best classes by code exactly.
+RESCORED = 64
 
 
 class Index(NamedTuple):
-    """What a search reads: the tree of blocks and the class weights as they are now."""
+    """What a search reads: the tree of blocks, the classes in codes, and the class weights as they are now."""
 
     partition: Partition
+    codes: Codes
     weight: Tensor  # shape: (num_classes, in_features)
     bias: Tensor | None  # shape: (num_classes,)
     prediction: str
+    #: Whether to check that masses are finite.
+    validate: bool = True
 
     def native(self) -> tuple[Tensor, ...]:
         """The tensors that the native searches take."""
-        bias = self.weight.new_empty(0) if self.bias is None else self.bias.contiguous()
-        return self.partition.mean, self.partition.spread, self.weight.contiguous(), bias, self.partition.order
+        mean, codes, tables = self.partition.mean, self.codes, native_tables(self.weight, self.bias)
+        return mean.code, mean.scale, self.partition.spread, codes.code, codes.scale, *tables, self.partition.order
+
+    def outputs(self, query: Tensor, ids: Tensor) -> Tensor:
+        """Exact outputs of classes ``ids (batch, k)`` for queries ``(batch, columns)``."""
+        logits = torch.einsum("bkc,bc->bk", rows_of(self.weight, self.bias, ids), query)
+        return functional.output(logits, self.prediction)
 
     def sizes(self) -> tuple[int, int, int]:
         """Numbers that go with them."""
@@ -41,6 +53,7 @@ class Visited(NamedTuple):
     blocks: Tensor  # shape: (batch, width), ascending
     #: The outliers, then the members of the blocks; −1 where a block has no further member.
     ids: Tensor  # shape: (batch, candidates)
+    #: Those of the outliers are exact, the others are by the codes of the classes.
     outputs: Tensor  # shape: (batch, candidates), −inf where there is none
     #: Estimated log-mass of all classes that were not visited.
     pruned: Tensor  # shape: (batch,)
@@ -53,8 +66,8 @@ class Own(NamedTuple):
 
     ids: Tensor  # shape: (batch, number)
     log_count: Tensor  # shape: (batch, number), +inf for an empty slot
-    #: Pairs of an example and a slot of the pool whose class the example's own draw accounts for.
-    hidden: Tensor  # shape: (2, pairs)
+    #: Slots of the pool whose class the example's own draw accounts for, as in `Draw.hidden`.
+    hidden: Tensor
     log_total: Tensor  # shape: (batch,)
 
 
@@ -80,7 +93,7 @@ def visit(index: Index, query: Tensor, width: int) -> Visited:
             nodes = torch.arange(number, device=query.device).expand(len(query), -1)
         else:
             nodes = (nodes.unsqueeze(-1) * BRANCHING + torch.arange(BRANCHING, device=query.device)).flatten(1)
-        mean = torch.einsum("bkc,bc->bk", partition.mean[first + nodes], query)
+        mean = partition.mean.dots(query, first + nodes)
         score = log_mass(mean, norm * partition.spread[first + nodes], partition.inside / number, index.prediction)
         score = score.nan_to_num(math.nan, posinf=math.nan)
         cutoff, best = score.topk(min(width, score.shape[1]), dim=-1)
@@ -90,10 +103,11 @@ def visit(index: Index, query: Tensor, width: int) -> Visited:
     assert cutoff is not None
     blocks = nodes.sort(dim=-1).values
     members, inside = partition.members(blocks)
+    members, inside = members.flatten(1), inside.flatten(1)
     outliers = partition.order[: partition.outliers].long().expand(len(query), -1)
-    ids = torch.cat([outliers, torch.where(inside, members, -1).flatten(1)], dim=1)
-    logits = torch.einsum("bkc,bc->bk", rows_of(index.weight, index.bias, ids.clamp(min=0)), query)
-    outputs = functional.output(logits, index.prediction).masked_fill(ids < 0, -math.inf)
+    by_code = functional.output(index.codes.dots(query, members), index.prediction).masked_fill(~inside, -math.inf)
+    ids = torch.cat([outliers, members.where(inside, -1)], dim=1)
+    outputs = torch.cat([index.outputs(query, outliers), by_code], dim=1)
     return Visited(blocks, ids, outputs, torch.stack(pruned).logsumexp(0), cutoff[:, -1])
 
 
@@ -102,16 +116,21 @@ def best_classes(index: Index, query: Tensor, width: int, k: int) -> Best:
     if ops.native_for(query, index.weight):
         options = (width, k, index.prediction == "absolute")
         best = Best(*torch.ops.manyclass.best_classes(query.contiguous(), *index.native(), *index.sizes(), *options))
-        _check_finite(best.log_total)
+        _check_finite(index, best.log_total)
         return best
     parts = []
     for part in index.chunks(query, width):
         found = visit(index, part, width)
-        outputs, place = found.outputs.topk(k, dim=-1)
-        total = torch.logaddexp(found.outputs.logsumexp(dim=-1), found.pruned)
+        # Codes are rounded, and may be stale.
+        rescored = found.outputs.topk(min(2 * k + RESCORED, found.outputs.shape[1]), dim=-1).indices
+        exact = index.outputs(part, found.ids.gather(1, rescored).clamp(min=0))
+        exact = exact.masked_fill(found.ids.gather(1, rescored) < 0, -math.inf)
+        every = found.outputs.scatter(1, rescored, exact)
+        outputs, place = every.topk(k, dim=-1)
+        total = torch.logaddexp(every.logsumexp(dim=-1), found.pruned)
         parts.append((outputs, found.ids.gather(1, place), total, found.cutoff))
     best = Best(*(torch.cat(part) for part in zip(*parts, strict=True)))
-    _check_finite(best.log_total)
+    _check_finite(index, best.log_total)
     return best
 
 
@@ -134,7 +153,7 @@ def own_draw(
         numbers = (*index.sizes(), width, number, UNIFORM, index.prediction == "absolute")
         draw = (query.contiguous(), exclude.contiguous(), uniform.contiguous(), *index.native())
         own = Own(*torch.ops.manyclass.own_draw(*draw, index.partition.sums, pool, *numbers))
-        _check_finite(own.log_total)
+        _check_finite(index, own.log_total)
         return own
     ids, log_count, hidden, total, first = [], [], [], [], 0
     for part in index.chunks(query, width):
@@ -149,11 +168,11 @@ def own_draw(
         place = place.clamp(max=ends.shape[1] - 1)
         ids.append(found.ids.gather(1, place).where(taken, 0))
         log_count.append(chance.gather(1, place).log().where(taken, math.inf).to(query.dtype))
-        hidden.append(_hidden(index.partition, found.blocks, chance, pool) + torch.tensor([[first], [0]]).to(pool))
+        hidden.append(_hidden(index.partition, found.blocks, chance, pool))
         total.append(torch.logaddexp(outputs.logsumexp(dim=-1), found.pruned))
         first += len(part)
-    _check_finite(torch.cat(total))
-    return Own(torch.cat(ids), torch.cat(log_count), torch.cat(hidden, dim=1), torch.cat(total))
+    _check_finite(index, torch.cat(total))
+    return Own(torch.cat(ids), torch.cat(log_count), as_hidden(torch.cat(hidden)), torch.cat(total))
 
 
 def _chances(partition: Partition, found: Visited, outputs: Tensor, samples: int, number: int) -> Tensor:
@@ -173,36 +192,30 @@ def _chances(partition: Partition, found: Visited, outputs: Tensor, samples: int
         few = ((middle * e).clamp(max=1) * belongs(middle)).sum(dim=-1, keepdim=True) <= number
         low, high = torch.where(few, middle, low), torch.where(few, high, middle)
     e = e * belongs(low)
-    c = number / e.sum(dim=-1, keepdim=True).clamp(min=1e-300)
     everything = (e > 0).sum(dim=-1, keepdim=True) <= number
-    while True:  # who is certain lets the others have more
-        certain = c * e >= 1
-        left = number - certain.sum(dim=-1, keepdim=True)
-        rest = torch.where(certain, 0.0, e).sum(dim=-1, keepdim=True)
-        more = torch.where(rest > 0, left / rest.clamp(min=1e-300), c)
-        if not bool(((more > c * (1 + 1e-12)) & ~everything).any()):
-            break
-        c = more.maximum(c)
-    return torch.where(everything, (e > 0).double(), (c * e).clamp(max=1))
+    # The largest are certain as long as c·e ≥ 1 for the c that is left for them and all smaller ones.
+    largest, place = e.sort(dim=-1, descending=True)
+    rest = largest.flip(-1).cumsum(dim=-1).flip(-1).clamp(min=1e-300)
+    left = number - torch.arange(e.shape[1], device=e.device)
+    certain = (left * largest >= rest).cumprod(dim=-1).bool()
+    rank = certain.sum(dim=-1, keepdim=True).clamp(max=e.shape[1] - 1)
+    c = left[rank] / rest.gather(1, rank)
+    chance = torch.where(certain, 1.0, (c * largest).clamp(0, 1))
+    return torch.where(everything, (e > 0).double(), torch.zeros_like(e).scatter(1, place, chance))
 
 
 def _hidden(partition: Partition, blocks: Tensor, chance: Tensor, pool: Tensor) -> Tensor:
-    """Pairs of an example and a slot of the pool that holds a class which the example draws for itself."""
-    # Stretches of positions that were visited: the outliers, and each block; and the first candidate of each.
-    begin = torch.cat([torch.zeros_like(blocks[:, :1]), partition.border(blocks)], dim=1)
-    end = torch.cat([torch.full_like(blocks[:, :1], partition.outliers), partition.border(blocks + 1)], dim=1)
-    start = torch.arange(blocks.shape[1], device=pool.device) * partition.block_size + partition.outliers
-    start = torch.cat([start.new_zeros(1), start])
-    first, last = torch.searchsorted(pool, begin), torch.searchsorted(pool, end)
-    count = (last - first).flatten()
-    pair = torch.arange(len(count), device=pool.device).repeat_interleave(count)
-    slot = first.flatten()[pair] + torch.arange(len(pair), device=pool.device) - (count.cumsum(0) - count)[pair]
-    example = pair // begin.shape[1]
-    candidate = start[pair % begin.shape[1]] + pool[slot] - begin.flatten()[pair]
-    own = chance[example, candidate] > 0
-    return torch.stack([example[own], slot[own]])
+    """Mask ``(batch, samples)`` of the slots of the pool that hold a class which the example draws for itself."""
+    # The largest block whose border is not behind the position; negative for an outlier, which all examples visit.
+    block = ((pool - partition.outliers + 1) * partition.blocks - 1) // partition.inside
+    block = block.expand(len(blocks), -1).contiguous()
+    place = torch.searchsorted(blocks, block).clamp(max=blocks.shape[1] - 1)
+    candidate = partition.outliers + place * partition.block_size + pool - partition.border(block)
+    candidate = torch.where(block < 0, pool, candidate)
+    visited = (block < 0) | (blocks.gather(1, place) == block)
+    return visited & (chance.gather(1, torch.where(visited, candidate, 0)) > 0)
 
 
-def _check_finite(log_total: Tensor) -> None:
-    if not bool(torch.isfinite(log_total).all()):
+def _check_finite(index: Index, log_total: Tensor) -> None:
+    if index.validate and not bool(torch.isfinite(log_total).all()):
         raise ValueError("the masses of the blocks are not finite; class weights must be finite, and smaller")
