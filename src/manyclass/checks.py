@@ -1,8 +1,9 @@
 """Errors that name the argument, the value and what is allowed."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,11 @@ from torch import Tensor
 # Classes and negatives of samplers that keep tables of them: the native core counts them in 32 bits.
 MAX_CLASSES = 2**31 - 1
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Options of `torch.nn.CrossEntropyLoss` that a sampled loss cannot have, and what to do instead.
+_REFUSED = {
+    "label_smoothing": "smoothed targets need the logits of all classes",
+    "weight": "for class weights take reduction='none' and average: (w[target] * loss).sum() / w[target].sum()",
+}
 
 
 def positive_int(name: str, value: object, minimum: int = 1, maximum: int = 2**53) -> int:
@@ -26,6 +32,12 @@ def integer(name: str, value: object, minimum: int = -(2**53), maximum: int = 2*
     if value > maximum:
         raise ValueError(f"{name} must be at most {maximum}, got {value}")
     return value
+
+
+def refused_options(options: Iterable[str]) -> None:
+    """Raise if there is an option that a sampled loss cannot have."""
+    for name in set(options) & _REFUSED.keys():
+        raise TypeError(f"SampledSoftmax does not take {name}: {_REFUSED[name]}")
 
 
 def boolean(name: str, value: object) -> bool:
@@ -60,6 +72,15 @@ def floating(name: str, value: object) -> Tensor:
     return value
 
 
+def device(name: str, value: Any) -> torch.device:
+    """Return the device that ``value`` names, or torch's default device for None."""
+    try:
+        return torch.get_default_device() if value is None else torch.device(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{name} must be a device of torch, got {value!r}: {error}") from error
+
+
 def dense(name: str, value: object) -> None:
     """Raise unless ``value`` is a dense tensor."""
     if not isinstance(value, Tensor):
@@ -89,13 +110,16 @@ def tables(weight: object, bias: object) -> tuple[Tensor, Tensor | None]:
     return rows, offsets
 
 
-def queries(name: str, value: object, in_features: int | None = None) -> Tensor:
-    """Return ``value`` if it is a finite floating point tensor ``(*batch, in_features)``."""
+def queries(name: str, value: object, in_features: int | None = None, *, validate: bool = True) -> Tensor:
+    """Return ``value`` if it is a finite floating point tensor ``(*batch, in_features)``.
+
+    Without ``validate`` values are not read.
+    """
     query = floating(name, value)
     if query.dim() == 0 or (in_features is not None and query.shape[-1] != in_features):
         features = "in_features" if in_features is None else in_features
         raise ValueError(f"{name} must have shape (*batch, {features}), got {tuple(query.shape)}")
-    if readable(query):
+    if validate and readable(query):
         with_values(name, query)
         if not bool(torch.isfinite(query).all()):
             raise ValueError(f"{name} holds NaN or infinite values; every value must be finite")
@@ -103,7 +127,7 @@ def queries(name: str, value: object, in_features: int | None = None) -> Tensor:
 
 
 def readable(value: Tensor) -> bool:
-    """Whether values can be looked at: not while torch compiles, exports or maps over a batch."""
+    """Whether values can be read: not while torch compiles, exports or maps over a batch."""
     return not (torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(value))  # pyright: ignore
 
 
@@ -114,10 +138,12 @@ def indices(
     *,
     batch_of: Tensor | None = None,
     ignore: int | None = None,
+    validate: bool = True,
 ) -> Tensor:
     """Return ``value`` as int64 if it is an integer tensor with values in ``[0, limit)``, or ``ignore``.
 
     With ``batch_of``, queries of shape ``(*batch, in_features)``, it must have shape ``(*batch)`` and their device.
+    Without ``validate`` values are not read.
     """
     dense(name, value)
     assert isinstance(value, Tensor)
@@ -127,7 +153,7 @@ def indices(
         same_device(name, value, "the query", batch_of)
         if value.shape != batch_of.shape[:-1]:
             raise ValueError(f"{name} must have shape {tuple(batch_of.shape[:-1])}, got {tuple(value.shape)}")
-    if not readable(value):
+    if not (validate and readable(value)):
         return value.long()
     value = with_values(name, value).long()
     counted = value if ignore is None else value[value != ignore]

@@ -1,16 +1,15 @@
 """Distributions to draw negative classes from, and how users name them."""
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 from .. import checks, functional
-from ..kernels import Quadratic, Quartic
+from . import description
 from .base import Sampler
 from .bigram import Bigram
 from .blocks import Blocks
 from .dense import Dense, Kernel, Softmax
 from .draw import Best, Draw, Part
+from .polynomial import QuadraticTree, QuarticKernel
 from .static import LogUniform, Uniform, Unigram
 from .tree import KernelTree
 
@@ -29,35 +28,45 @@ __all__ = [
     "Uniform",
     "Unigram",
     "create",
+    "named",
     "names",
+    "options",
+    "table",
 ]
 
-# Below this many classes, or below D, scoring all classes is faster than the tree: measured for 16 to 256 features.
-TREE_MIN_CLASSES = 4096
-
-
-def _quadratic(num_classes: int, in_features: int, bias: bool, alpha: float = 100.0) -> Sampler:
-    kernel = Quadratic(alpha)
-    if num_classes < max(TREE_MIN_CLASSES, kernel.feature_dim(in_features)):
-        return Kernel(kernel)
-    return KernelTree(kernel, num_classes, in_features, bias=bias)
-
-
-_NAMES: dict[str, Callable[..., Sampler]] = {
+_NAMED: dict[str, type[Sampler]] = {
+    "blocks": Blocks,
     "uniform": Uniform,
     "log_uniform": LogUniform,
     "unigram": Unigram,
     "bigram": Bigram,
+    "quadratic": QuadraticTree,
+    "quartic": QuarticKernel,
     "softmax": Softmax,
-    "quadratic": _quadratic,
-    "quartic": lambda: Kernel(Quartic()),
-    "blocks": Blocks,
 }
 
 
 def names() -> tuple[str, ...]:
     """The names that `create` knows."""
-    return tuple(_NAMES)
+    return tuple(_NAMED)
+
+
+def named(name: str) -> type[Sampler]:
+    """The class of the sampler with this name."""
+    return _NAMED[checks.one_of("sampler", name, names())]
+
+
+def options(sampler: str | type[Sampler]) -> dict[str, Any]:
+    """Options of a sampler, which `create` and `SampledSoftmax` take, and their defaults.
+
+    The default of an option that has to be given is ``inspect.Parameter.empty``.
+    """
+    return description.options(named(sampler) if isinstance(sampler, str) else sampler)
+
+
+def table() -> str:
+    """Return a Markdown table of all samplers that have a name: distribution, scope, options, cost and use."""
+    return description.table(_NAMED)
 
 
 def resolve(
@@ -68,15 +77,12 @@ def resolve(
         whole = part.shards == 1
         return create(sampler, num_classes, in_features, part=None if whole else part, **options)
     if not isinstance(sampler, Sampler):
-        raise TypeError(f"sampler must be a name or a manyclass.samplers.Sampler, got {sampler!r}")
-    held = part.last - part.first
+        raise TypeError(f"sampler must be a name, or a class or object of samplers.Sampler, got {sampler!r}")
     if unknown := options.keys() - {"prediction", "bias"}:
         raise TypeError(
             f"unknown arguments {', '.join(sorted(unknown))}: options belong to samplers given by name or class"
         )
-    if not sampler.adaptive and sampler.num_classes != held:
-        raise ValueError(f"sampler is for {sampler.num_classes} classes, but num_classes is {held}")
-    return sampler
+    return _checked(sampler, part.last - part.first)
 
 
 def create(
@@ -94,41 +100,34 @@ def create(
     A class gets those of ``num_classes``, ``in_features``, ``prediction`` and ``bias`` that its constructor has.
 
     Args:
-        sampler: ``"uniform"``, ``"log_uniform"``, ``"unigram"``, ``"bigram"``, ``"softmax"``, ``"quadratic"``,
-            ``"quartic"`` or ``"blocks"``; or a subclass of `Sampler`.
+        sampler: one of `names`, or a subclass of `Sampler`. `table` describes those with a name.
         num_classes: n.
         in_features: size of the query, d.
-        prediction: what ``"softmax"`` imitates, ``"softmax"`` or ``"absolute"``.
+        prediction: the distribution of the model, ``"softmax"`` or ``"absolute"``, for samplers that follow it.
         bias: whether the logits have offsets per class.
         part: the classes to make it for, if not all; the options are those for all of them.
-        options: ``counts`` and ``power`` for ``"unigram"``, ``pairs`` and ``interpolation`` for ``"bigram"``,
-            ``alpha`` for ``"quadratic"``, which is a `KernelTree` from max(4096, D) classes on and a dense `Kernel`
-            below (make either yourself to decide otherwise), ``own``, ``probe`` and ``block_size`` for ``"blocks"``,
-            ``scope`` for ``"uniform"``, ``"log_uniform"`` and ``"unigram"``.
+        options: all other arguments of the class's constructor; see `samplers.options`.
     """
-    name = sampler if isinstance(sampler, str) else sampler.__name__
-    if isinstance(sampler, str):
-        checks.one_of("sampler", sampler, names())
-    kind = _NAMES[sampler] if isinstance(sampler, str) else sampler
+    kind = named(sampler) if isinstance(sampler, str) else sampler
+    if not (isinstance(kind, type) and issubclass(kind, Sampler)):
+        raise TypeError(f"sampler must be a name or a subclass of samplers.Sampler, got {sampler!r}")
+    if not isinstance(part, Part | None):
+        raise TypeError(f"part must be a samplers.Part or None, got {part!r}")
     checks.positive_int("num_classes", num_classes)
     checks.positive_int("in_features", in_features)
     checks.one_of("prediction", prediction, functional.PREDICTIONS)
     checks.boolean("bias", bias)
-    known = {"num_classes": num_classes, "in_features": in_features, "prediction": prediction, "bias": bias}
-    parameters = inspect.signature(kind).parameters
-    allowed = [option for option in parameters if option not in known]
-    for option in options.keys() - set(allowed):
-        hint = f"allowed are {', '.join(allowed)}" if allowed else "it has none"
-        raise TypeError(f"sampler={name!r} has no option {option!r}; {hint}")
-    for option in allowed:
-        if parameters[option].default is inspect.Parameter.empty and option not in options:
-            raise ValueError(f"sampler={name!r} needs {option}=…, see manyclass.samplers.{name.capitalize()}")
+    description.check_options(repr(sampler) if isinstance(sampler, str) else sampler.__name__, kind, options)
     if part is not None:
-        if isinstance(kind, type):
-            kind, options = kind.restrict(options, part)
-        known["num_classes"] = part.last - part.first
-    parameters = inspect.signature(kind).parameters
-    made = kind(**{name: value for name, value in known.items() if name in parameters}, **options)
-    if not made.adaptive and made.num_classes != known["num_classes"]:
-        raise ValueError(f"counts must have shape ({known['num_classes']},), got ({made.num_classes},)")
-    return made
+        kind, options = kind.restrict(options, part)
+        num_classes = part.last - part.first
+    known = {"num_classes": num_classes, "in_features": in_features, "prediction": prediction, "bias": bias}
+    return _checked(kind.make(**description.passed(kind, known), **options), num_classes)
+
+
+def _checked(sampler: Sampler, num_classes: int) -> Sampler:
+    """Return a sampler if it can serve this many classes; an adaptive one learns the number from the weights."""
+    name, made_for = type(sampler).__name__, num_classes if sampler.adaptive else getattr(sampler, "num_classes", None)
+    if made_for != num_classes:
+        raise ValueError(f"sampler {name} must have num_classes = {num_classes}, as the layer has, got {made_for}")
+    return sampler

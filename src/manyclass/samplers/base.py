@@ -2,19 +2,17 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import checks, functional
-from .draw import Best, Draw, Part
+from .description import Described
+from .draw import Best, Draw
 
-SCOPES = ("example", "batch")
 
-
-class Sampler(nn.Module):
+class Sampler(Described, nn.Module):
     """A distribution q over classes, which may depend on the query, and draws from it.
 
     A subclass implements `_draw` and `_log_prob` on flat batches of checked arguments, and `update` if it follows the
@@ -26,18 +24,19 @@ class Sampler(nn.Module):
     adaptive = False
     #: Whether `update` with ``rows`` costs less than with all.
     incremental = False
-    #: Whether `draw` and `log_prob` need ``context``.
-    needs_context = False
-    #: Whether each example draws for itself, ``"example"``, or the batch draws one pool for all, ``"batch"``.
-    scope = "example"
-    #: Whether `update` finds in time by itself what changed unseen, so that no rebuild is needed.
+    #: Whether `update` sweeps over all classes in time and so finds untracked changes without a rebuild.
     sweeps = False
     #: Whether all statistics follow from the class weights, so that checkpoints leave them out.
     derived = False
-    #: Negatives that each example draws besides the pool.
+    #: Own negatives of each example, besides the pool.
     own = 0
-    #: Uniform numbers that one draw consumes.
+    #: Uniform numbers that one draw consumes, and classes that it gives.
     uniforms_per_draw = 1
+    classes_per_draw = 1
+    #: Whether a class can be drawn several times.
+    replacement = True
+    #: Whether to check the values of arguments, and that masses are finite; see `Head`.
+    validate = True
 
     num_classes: int
     #: Size of the query; None if any will do.
@@ -52,11 +51,13 @@ class Sampler(nn.Module):
         context: Tensor | None = None,  # shape: (*batch)
         generator: torch.Generator | None = None,
     ) -> Draw:
-        """Draw ``num_samples`` classes for each query, or one pool for all queries, with replacement.
+        """Draw negatives, with replacement.
 
         Args:
             query: the model's last hidden layer.
-            num_samples: draws per example, or in the pool, m.
+            num_samples: number of sampled negatives that every example is compared with, m: drawn for each example, or
+                drawn once and shared by the batch if the sampler's scope is ``"batch"``. The ``own`` negatives of
+                ``"blocks"`` come on top.
             exclude: one class per example that must not be drawn, the positive. Draws of an example come from q
                 restricted to the other classes and renormalised. A pool comes from q itself, and the slots that hold
                 an example's positive are empty for it; −1 excludes none.
@@ -66,14 +67,15 @@ class Sampler(nn.Module):
         checks.positive_int("num_samples", num_samples, maximum=checks.MAX_CLASSES)
         flat, exclude, context = self._flatten(query, exclude, context)
         pooled, dtype = self.scope == "batch", torch.promote_types(query.dtype, torch.float32)
-        shape = (1 if pooled else len(flat), num_samples, self.uniforms_per_draw)
+        draws = math.ceil(num_samples / self.classes_per_draw)
+        shape = (1 if pooled else len(flat), draws, self.uniforms_per_draw)
         uniform = torch.rand(shape, dtype=torch.float64, device=query.device, generator=generator)
         if pooled:
             ids, log_prob = self._draw(flat.new_zeros(1, flat.shape[1]), uniform, None, None)
-            return Draw.shared(ids[0], (log_prob[0] + math.log(num_samples)).to(dtype), query.shape[:-1], exclude)
+            return Draw.shared(ids[0], (log_prob[0] + math.log(draws)).to(dtype), query.shape[:-1], exclude)
         ids, log_prob = self._draw(flat, uniform, exclude, context)
         shape = (*query.shape[:-1], ids.shape[-1])
-        return Draw.each(ids.reshape(shape), (log_prob + math.log(num_samples)).to(dtype).reshape(shape))
+        return Draw.each(ids.reshape(shape), (log_prob + math.log(draws)).to(dtype).reshape(shape))
 
     def log_prob(
         self,
@@ -88,7 +90,7 @@ class Sampler(nn.Module):
         Returns shape ``(*batch, k)``, float64.
         """
         flat, exclude, context = self._flatten(query, exclude, context)
-        ids = checks.indices("ids", ids, self.num_classes)
+        ids = checks.indices("ids", ids, self.num_classes, validate=self.validate)
         if ids.dim() == 0 or ids.shape[:-1] != query.shape[:-1]:
             raise ValueError(f"ids must have shape {(*query.shape[:-1], 'k')}, got {tuple(ids.shape)}")
         flat_ids = ids.reshape(flat.shape[0], ids.shape[-1])
@@ -111,29 +113,25 @@ class Sampler(nn.Module):
     ) -> None:
         """Follow the class weights after they changed, everywhere or only in ``rows``. Fixed samplers ignore it."""
 
-    def attach(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Read these class weights from now on, if the sampler reads them when it draws."""
+    def attach(self, weight: Tensor, bias: Tensor | None, rows: Tensor | None = None) -> None:
+        """Read these class weights from now on, if the sampler does; ``rows (k,)`` changed since the last update."""
 
     def search(self, query: Tensor, k: int, probe: int) -> Best:
         """Find ``k`` of the classes with the largest outputs without scoring all, if the sampler can."""
         kind = type(self).__name__
-        raise ValueError(f"probe needs sampler='blocks', which keeps a tree of the classes; this one is {kind}")
+        raise ValueError(f"probe needs a sampler with a search index, such as 'blocks'; {kind} has none")
 
     def numbers(self, num_samples: int) -> tuple[int, int]:
         """Negatives of each example alone, and those of the pool, that `draw` gives for ``num_samples``."""
-        return (self.own, num_samples) if self.scope == "batch" else (num_samples, 0)
-
-    @classmethod
-    def restrict(cls, options: dict[str, Any], part: Part) -> tuple[type["Sampler"], dict[str, Any]]:
-        """Tell which sampler, with which options, serves a part of the classes; those it gets by name included."""
-        return cls, options
+        number = math.ceil(num_samples / self.classes_per_draw) * self.classes_per_draw
+        return (self.own, number) if self.scope == "batch" else (number, 0)
 
     def staleness(self) -> float:
         """Mean age of the statistics in updates; 0 if every update brings all of them up to date."""
         return 0.0
 
     def observe(self, query: Tensor) -> None:  # shape: (batch, in_features)
-        """See the queries of a training step that is over. Samplers that learn nothing from them ignore it."""
+        """Learn from the queries of a finished training step. Samplers that do not learn from queries ignore it."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Sampler":
         """Move statistics to other devices, but leave their precision, whatever the model is converted to."""
@@ -161,7 +159,7 @@ class Sampler(nn.Module):
         exclude: Tensor | None,  # shape: (batch,)
         context: Tensor | None,  # shape: (batch,)
     ) -> Tensor:
-        """Log probability of ``ids``, shape ``(batch, k)``, float64; that of the excluded class is not looked at."""
+        """Log probability of ``ids``, shape ``(batch, k)``, float64; that of the excluded class is ignored."""
         raise NotImplementedError
 
     def _flatten(
@@ -171,19 +169,22 @@ class Sampler(nn.Module):
         checks.floating("query", query)
         for name, buffer in self.named_buffers():
             checks.same_device("query", query, f"the sampler's {name}", buffer)
-        checks.queries("query", query, self.in_features)
+        checks.queries("query", query, self.in_features, validate=self.validate)
         if exclude is not None:
             if self.num_classes < 2:
                 raise ValueError("exclude leaves no class to draw: num_classes is 1, at least 2 are needed")
             ignore = -1 if self.scope == "batch" else None
-            exclude = checks.indices("exclude", exclude, self.num_classes, batch_of=query, ignore=ignore)
+            exclude = checks.indices(
+                "exclude", exclude, self.num_classes, batch_of=query, ignore=ignore, validate=self.validate
+            )
             exclude = exclude.reshape(-1).contiguous()
         if not self.needs_context:
             context = None
         elif context is None:
             raise ValueError(f"context is needed: {type(self).__name__} draws from q(class | context)")
         else:
-            context = checks.indices("context", context, None, batch_of=query).reshape(-1).contiguous()
+            context = checks.indices("context", context, None, batch_of=query, validate=self.validate)
+            context = context.reshape(-1).contiguous()
         return query.reshape(math.prod(query.shape[:-1]), query.shape[-1]), exclude, context
 
     def _chunks(
@@ -229,6 +230,9 @@ class Incremental(Sampler):
             raise ValueError(f"bias must be {needed}: the sampler was made with bias={takes_bias}")
         checks.tables(weight, bias)
         checks.same_device("weight", weight, "the sampler", own)
+
+    def _check_rows(self, rows: Tensor) -> Tensor:
+        return checks.indices("rows", rows, self.num_classes, validate=self.validate)
 
     def _extended(self, query: Tensor, own: Tensor) -> Tensor:
         """The query in the precision of the sampler's buffer ``own``, with a one for the offsets."""

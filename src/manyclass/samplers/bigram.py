@@ -28,6 +28,9 @@ class Bigram(Sampler):
         interpolation: λ, the share of the unigram, in (0, 1].
     """
 
+    q = "counts given the previous class, mixed with the unigram"
+    cost = "O(1)"
+    use = "sequences"
     needs_context = True
     uniforms_per_draw = 2
 
@@ -61,6 +64,8 @@ class Bigram(Sampler):
     @classmethod
     def restrict(cls, options: dict[str, Any], part: Part) -> tuple[type[Sampler], dict[str, Any]]:
         """Take the pairs of these classes from those of all."""
+        if "pairs" not in options:  # a subclass that has its pairs from elsewhere
+            return super().restrict(options, part)
         pairs = checks.indices("pairs", options["pairs"], None)
         if pairs.dim() == 2 and pairs.shape[1] == 2:
             pairs = pairs[(pairs[:, 1] >= part.first) & (pairs[:, 1] < part.last)]

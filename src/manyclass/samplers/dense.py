@@ -56,7 +56,7 @@ class Dense(Sampler):
             elif rows is None:
                 old.copy_(new)
             elif len(new):
-                checked = checks.indices("rows", rows, len(weight))
+                checked = checks.indices("rows", rows, len(weight), validate=self.validate)
                 old[checked] = new[checked].to(dtype)
 
     def _flatten(self, query, exclude, context):
@@ -85,7 +85,7 @@ class Dense(Sampler):
         return log_mass.sub_(log_mass.amax(dim=-1, keepdim=True)).exp_()
 
     def _check_total(self, total: Tensor, valid: Tensor) -> None:
-        if not bool(valid.all()):
+        if self.validate and not bool(valid.all()):
             raise ValueError(
                 f"{type(self).__name__} has no probabilities: the logits' total mass is {float(total.sum())}; "
                 "class weights must be finite and some class must have mass"
@@ -116,6 +116,10 @@ class Dense(Sampler):
 class Softmax(Dense):
     """q = p ∝ exp(o), or exp(|o|) for ``prediction="absolute"``: the only q without bias (Theorem 2.1)."""
 
+    q = "exp(o)"
+    cost = "O(n·d)"
+    use = "the only one without bias: the oracle"
+
     def __init__(self, prediction: str = "softmax") -> None:
         super().__init__()
         checks.one_of("prediction", prediction, functional.PREDICTIONS)
@@ -145,7 +149,7 @@ class Kernel(Dense):
 
     def _value(self, logits: Tensor) -> Tensor:
         value = self.kernel.value(logits)
-        if bool((value < 0).any()):
+        if self.validate and bool((value < 0).any()):
             raise ValueError(f"kernel must not be negative, got {float(value.min())} from {self.kernel!r}")
         return value
 

@@ -65,7 +65,7 @@ def invert(prob: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     return part, rest.clamp(0, 1 - 2**-53)
 
 
-def check_finite(masses: Tensor) -> None:
-    """Raise unless all masses are finite."""
-    if not bool(torch.isfinite(masses).all()):
+def check_finite(masses: Tensor, validate: bool) -> None:
+    """Raise unless all masses are finite; without ``validate`` do not read them."""
+    if validate and not bool(torch.isfinite(masses).all()):
         raise ValueError("the masses of the kernel tree are not finite; class weights must be finite, and smaller")

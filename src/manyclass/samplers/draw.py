@@ -8,13 +8,13 @@ from torch import Tensor
 
 
 class Draw(NamedTuple):
-    """Negatives of a batch of examples: those that each has for itself, and a pool that all share.
+    """Negatives of a batch of examples: own negatives of each example, and a pool that all share.
 
     Either part may be empty. A class enters an example's sample by one part only: where the example's own part
     accounts for a class, the slots of the pool that hold it are in ``hidden``.
     """
 
-    #: Classes that each example has for itself, shape ``(*batch, k)``, int64.
+    #: Negatives of each example alone, shape ``(*batch, k)``, int64.
     ids: Tensor
     #: Log of the expected number of times that the id enters this example's sample, shape of ``ids``: ``ln(m·q)``
     #: for ``m`` draws with replacement from ``q``, 0 for a class that is certain. ``+inf`` marks an empty slot.
@@ -24,7 +24,8 @@ class Draw(NamedTuple):
     #: The same for these, shape ``(m,)``.
     pool_log_count: Tensor
     #: Slots of the pool that are empty for one example: pairs of an example, counted over the flattened batch, and a
-    #: slot, shape ``(2, pairs)``, int64.
+    #: slot, shape ``(2, pairs)``, int64. On devices other than the CPU it is a mask, shape ``(examples, m)``, bool:
+    #: the number of pairs would make the host wait for the device.
     hidden: Tensor
 
     @staticmethod
@@ -39,13 +40,23 @@ class Draw(NamedTuple):
         hidden = pool.new_empty(2, 0) if exclude is None else same_class(pool, exclude.flatten())
         return Draw(pool.new_empty(*shape, 0), log_count.new_empty(*shape, 0), pool, log_count, hidden)
 
+    def hidden_mask(self) -> Tensor:
+        """Slots of the pool that are empty for one example, shape ``(examples, m)``, bool."""
+        if self.hidden.dtype == torch.bool:
+            return self.hidden
+        mask = self.hidden.new_zeros(math.prod(self.ids.shape[:-1]), len(self.pool), dtype=torch.bool)
+        mask[tuple(self.hidden)] = True
+        return mask
+
     def classes(self) -> Tensor:
         """All classes that were drawn, shape ``(number,)``, some of them several times."""
         return torch.cat([self.ids[self.log_count < math.inf], self.pool])
 
 
 def same_class(pool: Tensor, classes: Tensor) -> Tensor:
-    """Find pairs ``(example, slot)`` where ``pool (m,)`` holds the class of an example ``(batch,)``; ``(2, pairs)``."""
+    """Find slots where ``pool (m,)`` holds the class of an example ``(batch,)``, as in `Draw.hidden`."""
+    if pool.device.type != "cpu":
+        return pool == classes.unsqueeze(-1)
     ordered, slot = pool.sort()
     classes = classes.contiguous()
     first, last = (torch.searchsorted(ordered, classes, right=right) for right in (False, True))
@@ -53,6 +64,16 @@ def same_class(pool: Tensor, classes: Tensor) -> Tensor:
     example = torch.arange(len(classes), device=pool.device).repeat_interleave(count)
     within = torch.arange(len(example), device=pool.device) - (count.cumsum(0) - count)[example]
     return torch.stack([example, slot[first[example] + within]])
+
+
+def as_hidden(mask: Tensor) -> Tensor:
+    """Write a mask ``(examples, m)`` as `Draw.hidden` has it on this device."""
+    return mask.nonzero().T if mask.device.type == "cpu" else mask
+
+
+def either_hidden(first: Tensor, second: Tensor) -> Tensor:
+    """Hide the slots of both, as in `Draw.hidden`."""
+    return first | second if first.dtype == torch.bool else torch.cat([first, second], dim=1)
 
 
 class Part(NamedTuple):

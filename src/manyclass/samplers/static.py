@@ -8,7 +8,8 @@ from torch import Tensor
 
 from .. import checks
 from ..alias import AliasTable
-from .base import SCOPES, Sampler
+from .base import Sampler
+from .description import SCOPES
 from .draw import Part
 
 # The classes besides an excluded one must have more than this share of the total: less is lost in rounding.
@@ -20,8 +21,12 @@ class Uniform(Sampler):
 
     Args:
         num_classes: n.
-        scope: ``"example"``: each example draws for itself; ``"batch"``: all share one pool of ``num_samples``.
+        scope: ``"example"``: each example has negatives of its own; ``"batch"``: the batch shares one pool.
     """
+
+    q = "1/n"
+    cost = "O(1)"
+    use = "baseline; very biased"
 
     def __init__(self, num_classes: int, scope: str = "example") -> None:
         super().__init__()
@@ -40,8 +45,8 @@ class Uniform(Sampler):
         return query.new_full((len(query),), math.log(self.num_classes))
 
     def _log_prob(self, query, ids, exclude, context):
-        log_prob = torch.full(ids.shape, -math.log(self.num_classes - (exclude is not None)), dtype=torch.float64)
-        return log_prob.to(ids.device)
+        log_prob = -math.log(self.num_classes - (exclude is not None))
+        return torch.full(ids.shape, log_prob, dtype=torch.float64, device=ids.device)
 
 
 class LogUniform(Sampler):
@@ -54,6 +59,10 @@ class LogUniform(Sampler):
         scope: as in `Uniform`.
     """
 
+    q = "Zipf's law on the class id"
+    cost = "O(1)"
+    use = "ids sorted by falling frequency, counts unknown"
+
     def __init__(self, num_classes: int, scope: str = "example") -> None:
         super().__init__()
         self.num_classes = checks.positive_int("num_classes", num_classes)
@@ -61,7 +70,9 @@ class LogUniform(Sampler):
 
     @classmethod
     def restrict(cls, options: dict[str, Any], part: Part) -> tuple[type[Sampler], dict[str, Any]]:
-        """Go by the ids of all classes, so that the parts differ."""
+        """Use the ids of all classes, so that the ranges differ."""
+        if cls is not LogUniform:  # another class may have another distribution
+            return super().restrict(options, part)
         counts = (1 / torch.arange(part.first + 1, part.last + 1).double()).log1p()
         return Unigram, {**options, "counts": counts}
 
@@ -100,19 +111,26 @@ class Unigram(Sampler):
         counts: occurrences of each class, shape ``(num_classes,)``, integer or floating point, not negative.
         power: 1 is the frequency itself; 0.75 is what word2vec uses; 0 is uniform over classes that occur.
         scope: as in `Uniform`.
+        num_classes: what the length of ``counts`` must be; default: any.
     """
 
+    q = "counts^power"
+    cost = "O(1)"
+    use = "class frequencies"
     uniforms_per_draw = 2
 
-    def __init__(self, counts: Tensor, power: float = 1.0, scope: str = "example") -> None:
+    def __init__(
+        self, counts: Tensor, power: float = 1.0, scope: str = "example", *, num_classes: int | None = None
+    ) -> None:
         super().__init__()
         self.scope = checks.one_of("scope", scope, SCOPES)
         if not isinstance(counts, Tensor) or counts.is_complex() or counts.dtype == torch.bool:
             kind = getattr(counts, "dtype", type(counts).__name__)
             raise TypeError(f"counts must be a tensor of numbers, got {kind}")
         checks.dense("counts", checks.with_values("counts", counts))
-        if counts.dim() != 1 or counts.numel() == 0:
-            raise ValueError(f"counts must have shape (num_classes,), got {tuple(counts.shape)}")
+        size = max(1, counts.numel()) if num_classes is None else checks.positive_int("num_classes", num_classes)
+        if tuple(counts.shape) != (size,):
+            raise ValueError(f"counts must have shape ({num_classes or 'num_classes'},), got {tuple(counts.shape)}")
         power = checks.number("power", power)
         numbers = counts.double()
         low, high = (float(x) for x in torch.aminmax(numbers))
@@ -138,6 +156,8 @@ class Unigram(Sampler):
     @classmethod
     def restrict(cls, options: dict[str, Any], part: Part) -> tuple[type[Sampler], dict[str, Any]]:
         """Take the counts of these classes from those of all."""
+        if "counts" not in options:  # a subclass that has its counts from elsewhere
+            return super().restrict(options, part)
         counts, (first, last, num_classes, _) = options["counts"], part
         if not isinstance(counts, Tensor) or counts.shape != (num_classes,):
             found = tuple(counts.shape) if isinstance(counts, Tensor) else type(counts).__name__
@@ -152,9 +172,14 @@ class Unigram(Sampler):
         if exclude is not None:
             self._rest(exclude)
             # A hit on the excluded class is drawn once more from the other classes: q_i + q_y · q_i/(1 − q_y).
-            example, slot = (ids == exclude.unsqueeze(-1)).nonzero(as_tuple=True)
-            second = self.table.draw_without(row[example], exclude[example], uniform[example, slot, 1])
-            ids = ids.index_put((example, slot), second)
+            hit = ids == exclude.unsqueeze(-1)
+            if hit.device.type == "cpu":  # elsewhere all are drawn twice: to find the hits, the host would have to wait
+                example, slot = hit.nonzero(as_tuple=True)
+                second = self.table.draw_without(row[example], exclude[example], uniform[example, slot, 1])
+                ids = ids.index_put((example, slot), second)
+            else:
+                rows, skip = (each.unsqueeze(-1).expand_as(ids) for each in (row, exclude))
+                ids = torch.where(hit, self.table.draw_without(rows, skip, uniform[..., 1]), ids)
         return ids, self._log_prob(query, ids, exclude, context)
 
     def log_total(self, query: Tensor) -> Tensor:
@@ -170,7 +195,7 @@ class Unigram(Sampler):
         total = self.table.cumulative[-1]
         rest = total - self.table.weight[exclude]
         alone = rest <= ROUNDING * total
-        if bool(alone.any()):
+        if self.validate and bool(alone.any()):
             raise ValueError(
                 f"exclude = {int(exclude[alone][0])} leaves no class to draw: no other class has a count above "
                 f"{ROUNDING} of the total"

@@ -34,7 +34,7 @@ class KernelTree(Incremental):
         leaf_size: classes in a leaf. The default, about 2·D/d, makes the sums as large as the class weights.
         branching: children of a node below the first level.
         ending: ``"class"`` draws one class per path; ``"leaf"`` returns all classes of the leaf (the paper's multiple
-            partial samples): ``leaf_size`` ids per draw, with the expected count of the leaf.
+            partial samples), with its expected count: ``num_samples`` is rounded up to whole leaves.
         bias: whether class weights come with offsets, as a further column.
 
     Memory: a copy of the class weights and the sums, together about twice the class weights.
@@ -63,8 +63,7 @@ class KernelTree(Incremental):
         self.kernel = kernel
         # More children than there are classes make no other tree.
         self.branching = min(checks.positive_int("branching", branching, 2), max(2, num_classes))
-        checks.one_of("ending", ending, ENDINGS)
-        self.ending = ending
+        self.ending = checks.one_of("ending", ending, ENDINGS)
         features = kernel.feature_dim(self.columns)
         if features > MAX_FEATURES:
             raise ValueError(
@@ -75,6 +74,7 @@ class KernelTree(Incremental):
         if leaf_size is None:
             leaf_size = 4 * math.ceil(padded / self.columns / 2)
         self.leaf_size = min(checks.positive_int("leaf_size", leaf_size), num_classes)
+        self.classes_per_draw = self.leaf_size if ending == "leaf" else 1
         self.sizes = [math.ceil(num_classes / self.leaf_size)]
         while self.sizes[0] > MAX_TOP:
             self.sizes.insert(0, math.ceil(self.sizes[0] / self.branching))
@@ -83,19 +83,19 @@ class KernelTree(Incremental):
         self._refresh()
 
     def update(self, weight: Tensor, rows: Tensor | None = None, *, bias: Tensor | None = None) -> None:
-        """Follow the class weights: in ``rows``, each node above them is summed anew once, or everywhere.
+        """Follow the class weights in ``rows``, or everywhere. Each node above changed rows is summed again once.
 
         Sums are never added to, so they equal a fresh build however many updates there were.
         """
         self._check_weight(weight, bias, self.weight)
-        picked = slice(None) if rows is None else checks.indices("rows", rows, self.num_classes).unique()
+        picked = slice(None) if rows is None else self._check_rows(rows).unique()
         self.weight[picked, : self.in_features] = weight.detach()[picked].to(self.weight.dtype)
         if bias is not None:
             self.weight[picked, -1] = bias.detach()[picked].to(self.weight.dtype)
         self._refresh(None if isinstance(picked, slice) else (picked // self.leaf_size).unique_consecutive())
 
     def _refresh(self, leaves: Tensor | None = None) -> None:
-        """Sum anew the given leaves, sorted and distinct, and the nodes above them; all of them by default."""
+        """Sum the given leaves, sorted and distinct, and the nodes above them; by default all of them."""
         nodes = torch.arange(self.sizes[-1], device=self.weight.device) if leaves is None else leaves
         if self._native() and self.kernel.degree == 2:
             shape = (self.sizes, self.leaf_size, self.branching)
@@ -146,11 +146,11 @@ class KernelTree(Incremental):
             FLOOR,
             self.ending == "leaf",
         )
-        check_finite(log_prob)
+        check_finite(log_prob, self.validate)
         return ids, log_prob
 
     def _draw_reference(self, query: Tensor, uniform: Tensor, exclude: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The same draw with the masses of all nodes at hand: one uniform number, stretched at each step."""
+        """The same draw from the masses of all nodes: one uniform number, rescaled at each step."""
         results = []
         for part, numbers, positive in self._chunks(self._work(uniform.shape[-1]), query, uniform, exclude):
             leaf_prob = self._leaf_prob(part, positive)
@@ -207,7 +207,7 @@ class KernelTree(Incremental):
     def _masses(self, features: Tensor, level: int) -> Tensor:
         """⟨φ(h), z(C)⟩ for all nodes of a level, shape ``(batch, nodes)``."""
         masses = features @ self._level(level).T
-        check_finite(masses)
+        check_finite(masses, self.validate)
         return masses
 
     def _class_prob(self, query: Tensor, leaf: Tensor, exclude: Tensor | None) -> Tensor:

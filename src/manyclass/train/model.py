@@ -1,13 +1,15 @@
 """A trunk and the output layer on it."""
 
+import inspect
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from .. import samplers
 from ..head import FullSoftmax
 from ..sampled import SampledSoftmax
-from .settings import Settings
+from .settings import FULL, Settings
 from .tasks import Batch, Task
 from .tasks.base import IGNORE
 
@@ -26,7 +28,7 @@ class Model(nn.Module):
         self._parallel: list[nn.Module] = []  # in a list, so that its parameters do not count twice
         self.trunk = task.trunk()
         embedding = None
-        full = settings.sampler == "full"
+        full = settings.sampler == FULL
         if getattr(settings, "tied", False):
             embedding = cast(nn.Embedding, self.trunk.embedding)
             embedding.sparse = not full
@@ -39,18 +41,7 @@ class Model(nn.Module):
         if full:
             self.head: Any = full_layer(features, task.num_classes, **options)
             return
-        for name in ("scope", "own"):
-            if getattr(settings, name) is not None:
-                options[name] = getattr(settings, name)
-        if settings.sampler in ("unigram", "bigram"):
-            target, context = task.pairs()
-            if settings.sampler == "unigram":
-                options["counts"] = torch.bincount(target, minlength=task.num_classes) + 1
-                options["power"] = settings.power
-            elif int(context.max()) == IGNORE:
-                raise ValueError("--sampler bigram needs a class before each, which documents do not have")
-            else:
-                options["pairs"] = torch.stack([context, target], dim=1)
+        options |= settings.sampler_options() | _sampler_data(settings.sampler, task)
         self.head = sampled_layer(
             features,
             task.num_classes,
@@ -95,6 +86,21 @@ class Model(nn.Module):
             first = next(other for other, same in self.named_parameters() if same is parameter)
             shared[name] = weights[first]
         self.load_state_dict({**self.buffers_and_extras(), **shared, **rest})
+
+
+def _sampler_data(sampler: str, task: Task[Any]) -> dict[str, Tensor]:
+    """What a sampler needs of the training data: the options that it requires."""
+    required = [name for name, default in samplers.options(sampler).items() if default is inspect.Parameter.empty]
+    if not required:
+        return {}
+    target, context = task.pairs()
+    if samplers.named(sampler).needs_context and int(context.max()) == IGNORE:
+        raise ValueError(f"--sampler {sampler} needs a class before each, which documents do not have")
+    data = {
+        "counts": lambda: torch.bincount(target, minlength=task.num_classes) + 1,
+        "pairs": lambda: torch.stack([context, target], dim=1),
+    }
+    return {name: data[name]() for name in required}
 
 
 def _layers(sharded: bool) -> tuple[type[SampledSoftmax], type[FullSoftmax]]:

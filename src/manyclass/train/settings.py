@@ -3,13 +3,18 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from .. import checks, samplers
+from ..budget import NUM_SAMPLES
 
 PANELS = DATA, MODEL, LAYER, TRAINING, RUN = ("Data", "Model", "Output layer", "Training", "Run")
 #: They do not change what is learned, so a resumed run may have others.
 FREE = ("out", "resume", "threads", "timeout", "checkpoint_every", "tensorboard")
-#: Samplers that can draw one pool for the batch.
-SCOPED = ("uniform", "log_uniform", "unigram")
+#: The sampler that is none: the exact loss over all classes.
+FULL = "full"
+#: Settings that are options of samplers; None leaves the sampler's default.
+SAMPLER_OPTIONS = ("own", "probe", "scope", "power")
 
 
 class Shown(NamedTuple):
@@ -33,16 +38,41 @@ def shown(field: "dataclasses.Field[Any]") -> Shown:
     return field.type.__metadata__[0]  # pyright: ignore
 
 
-SamplerName = Literal[
-    "full", "blocks", "uniform", "log_uniform", "unigram", "bigram", "quadratic", "quartic", "softmax"
-]
-Sampler = Annotated[SamplerName, _option(LAYER, "Where negatives come from; `full` scores all classes.")]
+def takers(option: str) -> list[str]:
+    """Names of the samplers that have an option."""
+    return [name for name in samplers.names() if option in samplers.options(name)]
+
+
+def _sampler_option(name: str, help: str, **more: Any) -> Shown:
+    """Show an option of some samplers: which ones, and its default."""
+    names = takers(name)
+    default = samplers.options(names[0])[name]
+    return _option(LAYER, f"For {', '.join(f'`{each}`' for each in names)}: {help}; default: {default}.", **more)
+
+
+if TYPE_CHECKING:
+    SamplerName = str
+else:
+    SamplerName = Literal[(FULL, *samplers.names())]
+_DISTRIBUTIONS = "; ".join(f"`{name}`: {samplers.named(name).q}" for name in samplers.names())
+Sampler = Annotated[SamplerName, _option(LAYER, f"Distribution of the negatives. `full` scores all. {_DISTRIBUTIONS}.")]
 NumSamples = Annotated[
-    int | None, _option(LAYER, "Negatives; default: 64 per example, or 4096 shared for a pool and `blocks`.", min=1)
+    int | None,
+    _option(
+        LAYER,
+        "Number of sampled negatives that every example is compared with: drawn for each example "
+        f"(default: {NUM_SAMPLES['example']}), or drawn once and shared by the batch if the sampler's scope is `batch` "
+        f"(default: {NUM_SAMPLES['batch']}). The `own` negatives of `blocks` come on top.",
+        min=1,
+    ),
 ]
-Own = Annotated[
-    int | None, _option(LAYER, "For `blocks`: negatives of each example alone, beside the pool; default: 32.", min=1)
+Own = Annotated[int | None, _sampler_option("own", "negatives of each example alone, beside the pool", min=1)]
+Probe = Annotated[int | None, _sampler_option("probe", "blocks that each example visits in training", min=1)]
+Scope = Annotated[
+    Literal["example", "batch"] | None,
+    _sampler_option("scope", "negatives for each `example`, or one pool that the `batch` shares"),
 ]
+Power = Annotated[float | None, _sampler_option("power", "exponent of the class counts, which come from the data")]
 Tolerance = Annotated[
     float | None, _option(LAYER, "Instead of --num-samples: the bias to allow, in nats, e.g. 0.02; it is measured.")
 ]
@@ -68,12 +98,10 @@ class Settings:
     sampler: Sampler = "blocks"
     num_samples: NumSamples = None
     own: Own = None
+    probe: Probe = None
     tolerance: Tolerance = None
-    scope: Annotated[
-        Literal["example", "batch"] | None,
-        _option(LAYER, "Of the static samplers: negatives for each example, or one pool for the batch."),
-    ] = None
-    power: Annotated[float, _option(LAYER, "Exponent of the class counts of `unigram`.")] = 1.0
+    scope: Scope = None
+    power: Power = None
     prediction: Prediction = "softmax"
     optimizer: Annotated[
         Literal["adagrad", "sgd", "adam", "adamw"],
@@ -114,16 +142,18 @@ class Settings:
                 raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
         if self.num_samples is not None and self.tolerance is not None:
             raise ValueError("give --num-samples or --tolerance, not both")
-        if self.sampler == "full":
+        checks.one_of("--sampler", self.sampler, (FULL, *samplers.names()))
+        if self.sampler == FULL:
             for name in ("num_samples", "tolerance"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"--sampler full has no negatives, so it takes no --{name.replace('_', '-')}")
-        if self.power != 1.0 and self.sampler != "unigram":
-            raise ValueError(f"--power is for unigram, not for {self.sampler}")
-        if self.own is not None and self.sampler != "blocks":
-            raise ValueError(f"--own is for blocks, not for {self.sampler}")
-        if self.scope is not None and self.sampler not in SCOPED:
-            raise ValueError(f"--scope is for {', '.join(SCOPED)}, not for {self.sampler}")
+        for name in self.sampler_options():
+            if self.sampler not in takers(name):
+                raise ValueError(f"--{name} is for {', '.join(takers(name))}, not for {self.sampler}")
+
+    def sampler_options(self) -> dict[str, Any]:
+        """Options of the sampler that were given."""
+        return {name: value for name in SAMPLER_OPTIONS if (value := getattr(self, name)) is not None}
 
     def to_json(self) -> dict[str, Any]:
         """The settings as json knows them."""
@@ -137,8 +167,15 @@ class Settings:
         }
 
     def differences(self, other: dict[str, Any]) -> list[str]:
-        """Names of the settings that another run was told otherwise, of those that change what is learned."""
-        return [name for name, value in self.to_json().items() if name not in FREE and other.get(name) != value]
+        """Names of the settings that differ from those of another run, of those that change what is learned."""
+        taken = {} if self.sampler == FULL else samplers.options(self.sampler)
+
+        def effective(settings: dict[str, Any], name: str) -> Any:
+            value = settings.get(name)
+            return taken.get(name) if name in SAMPLER_OPTIONS and (value is None or name not in taken) else value
+
+        mine = self.to_json()
+        return [name for name in mine if name not in FREE and effective(mine, name) != effective(other, name)]
 
 
 @dataclass(kw_only=True)
