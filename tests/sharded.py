@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from manyclass import SampledSoftmax, clip_grad_norm_, ops, optim
+from manyclass import SampledSoftmax, clip_grad_norm_, ops, optim, samplers
 from manyclass.distributed import ShardedSampledSoftmax, data_parallel
 from manyclass.shard import Examples
 from manyclass.train.processes import leave
@@ -140,6 +140,42 @@ def check_nobody_has_examples(rank, ranks):
     assert float(query.grad.abs().sum()) == 0
 
 
+class Ramp(samplers.Sampler):
+    """A sampler of a user: q_i ∝ slope_i, drawn by inversion; a rank has the slopes of its classes."""
+
+    def __init__(self, num_classes, slope):
+        super().__init__()
+        self.num_classes = num_classes
+        self.register_buffer("mass", slope.double())
+
+    @classmethod
+    def restrict(cls, options, part):
+        return cls, {**options, "slope": options["slope"][part.first : part.last]}
+
+    def log_total(self, query):
+        return self.mass.sum().log().to(query.dtype).expand(len(query))
+
+    def _without(self, query, exclude):
+        mass = self.mass.repeat(len(query), 1)
+        return mass if exclude is None else mass.scatter(1, exclude[:, None], 0.0)
+
+    def _draw(self, query, uniform, exclude, context):
+        total = self._without(query, exclude).cumsum(-1)
+        ids = torch.searchsorted(total, uniform[..., 0] * total[:, -1:], right=True)
+        return ids, self._log_prob(query, ids, exclude, context)
+
+    def _log_prob(self, query, ids, exclude, context):
+        mass = self._without(query, exclude)
+        return (mass.gather(-1, ids) / mass.sum(-1, keepdim=True)).log()
+
+
+class RampPool(Ramp):
+    """The same for one pool of the batch."""
+
+    scope = "batch"
+
+
+SLOPE = torch.arange(1, N + 1) ** 2
 SAMPLERS = {
     "uniform": {},
     "log_uniform": {},
@@ -149,6 +185,7 @@ SAMPLERS = {
     "quartic": {},
     "softmax": {},
     "blocks": {"own": 8, "probe": 8, "block_size": 2},
+    Ramp: {"slope": SLOPE},
 }
 
 
@@ -229,6 +266,49 @@ def check_partition_is_unbiased_and_gradient_means_are_right(rank, ranks):
     torch.testing.assert_close(found, weight_grad[head.shard.first : head.shard.last], rtol=0, atol=0.02)
 
 
+def check_samplers_of_users(rank, ranks):
+    """As a class that restricts itself, as an object for this rank's classes, and subclasses of named samplers."""
+    query, target, sizes = examples(ranks)
+    begin = sum(sizes[:rank])
+    mine = slice(begin, begin + sizes[rank])
+    first = sharded(Ramp, 8, slope=SLOPE).shard.first
+    last = sharded(Ramp, 8, slope=SLOPE).shard.last
+    made = Ramp(last - first, SLOPE[first:last])
+    losses = []
+    for sampler, options in ((Ramp, {"slope": SLOPE}), (made, {})):
+        head = sharded(sampler, 8, **options)
+        assert torch.equal(head.sampler.mass, SLOPE[first:last].double())
+        loss = head(query[mine], target[mine], generator=torch.Generator().manual_seed(rank))
+        loss.backward()
+        losses.append(float(loss.detach()))
+    assert losses[0] == losses[1]
+    pool = sharded(RampPool, 8, slope=SLOPE)
+    examples_of_all = Examples(query, torch.full_like(target, -1), None, sizes)
+    assert len(pool.shard.draw(pool.sampler, examples_of_all, 8, None).pool) == 8 // ranks
+
+    class Steeper(samplers.LogUniform):
+        """A subclass of a sampler that restricts itself to another class."""
+
+    class Even(samplers.Unigram):
+        """A subclass that has its counts from elsewhere."""
+
+        def __init__(self, num_classes):
+            super().__init__(torch.ones(num_classes))
+
+    class Narrow(samplers.Blocks):
+        """A subclass with other options."""
+
+        def __init__(self, num_classes, in_features, **more):
+            super().__init__(num_classes, in_features, **{**more, "probe": 4})
+
+    for kind in (Steeper, Even, Narrow):
+        head = sharded(kind, 8)
+        assert type(head.sampler) is kind
+        head(query[mine], target[mine]).backward()
+    with pytest.raises(ValueError, match=f"sampler Ramp must have num_classes = {last - first}, .*got {N}"):
+        sharded(Ramp(N, SLOPE), 8)
+
+
 def check_predictions(rank, ranks):
     """Of all classes, on every rank for its own queries, and with a gradient for log_prob."""
     query, target, sizes = examples(ranks)
@@ -294,15 +374,15 @@ def check_a_mesh_of_data_and_classes(rank, ranks):
         head(query[mine], target[mine]).backward()
         optimizer.step()
     head.refresh()
-    for value in (head.weight.detach(), head.sampler.partition.mean):
+    for value in (head.weight.detach(), head.sampler.partition.mean.code):
         both = [torch.empty_like(value) for _ in range(2)]
         dist.all_gather(both, value.contiguous(), group=mesh.get_group(0))
         assert torch.equal(*both)
     fresh = copy.deepcopy(head.sampler.partition)
-    fresh.summarise(head.weight.detach(), None, torch.arange(fresh.blocks))
-    torch.testing.assert_close(
-        head.sampler.partition.mean, fresh.mean
-    )  # rows that other replicas touched were followed
+    codes = copy.deepcopy(head.sampler.codes)
+    fresh.summarise(head.weight.detach(), None, torch.arange(fresh.blocks), codes)
+    assert torch.equal(head.sampler.partition.mean.code, fresh.mean.code)  # rows that other replicas touched, too
+    assert torch.equal(head.sampler.codes.code, codes.code)
 
 
 class Model(nn.Module):
@@ -347,7 +427,7 @@ def check_data_parallel_training_equals_one_process(rank, ranks):
     # An unsharded layer: no rank sends its sampler's statistics around, and the weights stay the same.
     torch.manual_seed(rank)
     whole = data_parallel(Model(fill(SampledSoftmax(D, N, num_samples=16, block_size=4))))
-    assert {"head.sampler.partition.mean", "head.step"} <= whole.parameters_to_ignore
+    assert "head.sampler.partition.mean.code" in whole.parameters_to_ignore
     assert "head.embedding.weight" not in whole.parameters_to_ignore
     rate = torch.optim.SGD(whole.parameters(), lr=0.5)
     for _ in range(3):
@@ -503,7 +583,8 @@ def check_checkpoint_is_loaded(rank, ranks, folder):
         ids, inside = tree.members(torch.arange(tree.blocks))
         rows = head.weight.detach()[ids] * inside.unsqueeze(-1)
         expected_mean = rows.sum(1) / inside.sum(-1, keepdim=True)
-        torch.testing.assert_close(tree.mean[tree.firsts[-1] :, :D], expected_mean)
+        leaves = tree.mean.read(torch.arange(tree.firsts[-1], len(tree.spread)))
+        torch.testing.assert_close(leaves[:, :D], expected_mean, rtol=0, atol=0.02)
     # Class weights of an unsharded layer are dealt out.
     head = ShardedSampledSoftmax(D, N, bias=True)
     head.load_state_dict(fill(SampledSoftmax(D, N, bias=True)).state_dict())

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyclass import SampledSoftmax, functional, samplers
+from manyclass import SampledSoftmax, functional, optim, samplers
 from manyclass.kernels import Polynomial, Quadratic
 
 NAN, INF = float("nan"), float("inf")
@@ -40,14 +40,14 @@ REFUSED = [
     (lambda: head(num_samples=True), TypeError, "num_samples must be an int, got True"),
     (lambda: head(prediction="abs"), ValueError, "prediction must be one of 'softmax', 'absolute', got 'abs'"),
     (lambda: head(reduction="avg"), ValueError, "reduction must be one of 'none', 'mean', 'sum', got 'avg'"),
-    (lambda: head(sampler="zipf"), ValueError, "sampler must be one of 'uniform', .*, got 'zipf'"),
-    (lambda: head(sampler=3), TypeError, "sampler must be a name or a manyclass.samplers.Sampler, got 3"),
-    (lambda: head(sampler=samplers.Uniform(8)), ValueError, "sampler is for 8 classes, but num_classes is 9"),
+    (lambda: head(sampler="zipf"), ValueError, "sampler must be one of 'blocks', .*, got 'zipf'"),
+    (lambda: head(sampler=3), TypeError, "sampler must be a name, or a class or object of samplers.Sampler"),
+    (lambda: head(sampler=samplers.Uniform(8)), ValueError, "sampler Uniform must have num_classes = 9, .* got 8"),
     (lambda: head(sampler="unigram"), ValueError, "sampler='unigram' needs counts="),
     (lambda: head(sampler="bigram"), ValueError, "sampler='bigram' needs pairs="),
     (lambda: head(sampler="unigram", counts=torch.ones(8)), ValueError, r"counts must have shape \(9,\), got \(8,\)"),
-    (lambda: head(alpha=2.0), TypeError, "sampler='uniform' has no option 'alpha'; allowed are scope"),
-    (lambda: head(sampler="quadratic", beta=1), TypeError, "no option 'beta'; allowed are alpha"),
+    (lambda: head(alpha=2.0), TypeError, "sampler='uniform' has no option 'alpha': its options are scope"),
+    (lambda: head(sampler="quadratic", beta=1), TypeError, "no option 'beta': its options are alpha"),
     (lambda: head(sampler=samplers.Uniform(9), alpha=2.0), TypeError, "unknown arguments alpha"),
     (lambda: head(label_smoothing=0.1), TypeError, "does not take label_smoothing: smoothed targets need"),
     (lambda: head(weight=torch.ones(9)), TypeError, "does not take weight: for class weights take reduction='none'"),
@@ -55,6 +55,14 @@ REFUSED = [
     (lambda: head(bias=2), TypeError, "bias must be a bool, got 2"),
     (lambda: head(sparse="yes"), TypeError, "sparse must be a bool, got 'yes'"),
     (lambda: head(embedding=nn.Linear(4, 9)), TypeError, "embedding must be an nn.Embedding or None, got Linear"),
+    (lambda: head(device="gpu"), ValueError, "device must be a device of torch, got 'gpu'"),
+    (lambda: head(device=1.5), TypeError, "device must be a device of torch, got 1.5"),
+    (lambda: head(shard=2), TypeError, "shard must be a manyclass.shard.Shard or None, got 2"),
+    (lambda: samplers.create(samplers.Uniform(9), 9, 4), TypeError, "sampler must be a name or a subclass"),
+    (lambda: samplers.create(int, 9, 4), TypeError, "sampler must be a name or a subclass"),
+    (lambda: samplers.create("uniform", 9, 4, part=3), TypeError, "part must be a samplers.Part or None, got 3"),
+    (lambda: optim.AdamW([X], rowwise=1), TypeError, "rowwise must be a bool, got 1"),
+    (lambda: optim.Adagrad([{"params": [X], "rowwise": "x"}]), TypeError, "rowwise must be a bool, got 'x'"),
     (lambda: head(dtype=torch.long), TypeError, "dtype must be a floating point dtype"),
     (lambda: head(num_samples=None, tolerance="x"), TypeError, "tolerance must be a number, got 'x'"),
     (lambda: head(num_samples=None, tolerance=NAN), ValueError, "tolerance must be finite, got nan"),

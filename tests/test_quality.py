@@ -13,7 +13,6 @@ from rich.console import Console
 from manyclass import __main__
 from manyclass.experiments import quality, reproduce
 from manyclass.experiments.quality import Estimate, Trial
-from manyclass.report import Run
 
 
 @pytest.fixture
@@ -132,6 +131,26 @@ def test_a_folder_that_is_there_is_used(tmp_path, data, launched):
     assert printed.count("PASS") == 2
 
 
+def test_results_of_another_session_are_used(tmp_path, data, launched):
+    """The tables alone say what is finished, and draw the same figure; a folder comes before them."""
+    there, out = tmp_path / "there", tmp_path / "out"
+    for sampler in ("full", "blocks"):
+        finished(there, Trial("beauty", sampler, "adagrad", 0))
+    printed = compare(None, there)
+    out.mkdir()
+    for name in (quality.FILE, quality.CURVES):
+        (out / name).write_bytes((there / name).read_bytes())
+    assert compare(None, out).replace(str(out), str(there)) == printed
+    assert launched == []
+    assert quality.results(out) == quality.results(there)
+    assert (out / "quality.png").read_bytes() == (there / "quality.png").read_bytes()
+    finished(out, Trial("beauty", "full", "adagrad", 0), loss=4.0)
+    assert [result.loss for result in quality.results(out)] == [4.0, 5.0]
+    (out / quality.FILE).write_text("dataset,loss\nbeauty,3\n")
+    with pytest.raises(ValueError, match="must have the columns dataset, sampler, optimizer, seed, heldout_loss"):
+        quality.results(out)
+
+
 def test_a_folder_with_other_settings_is_refused(tmp_path, data, monkeypatch):
     out = tmp_path / "out"
     trial = Trial("beauty", "full", "adagrad", 0)
@@ -181,8 +200,8 @@ def test_missing_runs_are_shown_as_missing(tmp_path, data):
 def results(sampler, losses, recalls, seconds=10.0):
     found = []
     for seed, (loss, recall) in enumerate(zip(losses, recalls, strict=True)):
-        run = Run(Path(), {}, [{"seconds": seconds}], {"loss": loss, "recall@20": recall})
-        found.append(quality.Result(Trial("beauty", sampler, "adam", seed), run))
+        trial = Trial("beauty", sampler, "adam", seed)
+        found.append(quality.Result(trial, loss, recall, 0.1, 0.2, seconds, 8, 0.01, ()))
     return found
 
 
@@ -223,7 +242,7 @@ def test_what_is_trained():
         "--epochs 3 --sampler uniform --scope batch --num-samples 4096 --optimizer adam --lr 0.002 --seed 1 "
         "--threads 1 --out folder --resume"
     )
-    assert "--user-first --lr 0.01 --dropout 0.5 --sampler blocks" in " ".join(
+    assert "--user-first --dropout 0.5 --sampler blocks --optimizer adagrad --lr 0.01" in " ".join(
         quality._training(Trial("beauty", "blocks", "adagrad", 0), files, Path("folder"))
     )
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from manyclass import functional
-from manyclass.train import evaluation, training
+from manyclass.train import evaluation, settings, training
 from manyclass.train.data.ragged import Ragged
 from manyclass.train.models import LSTM, FeedForward, Transformer
 from manyclass.train.run import Metrics, Run
@@ -409,6 +409,11 @@ def test_tensorboard(tmp_path):
         ({"clip": -1.0}, "--clip must be positive"),
         ({"sampler": "full", "num_samples": 3}, "--sampler full has no negatives, so it takes no --num-samples"),
         ({"power": 0.5}, "--power is for unigram, not for blocks"),
+        ({"power": 1.0}, "--power is for unigram, not for blocks"),
+        ({"own": 8, "sampler": "uniform"}, "--own is for blocks, not for uniform"),
+        ({"own": 8, "sampler": "full"}, "--own is for blocks, not for full"),
+        ({"probe": 8, "sampler": "quadratic"}, "--probe is for blocks, not for quadratic"),
+        ({"sampler": "zipf"}, "--sampler must be one of 'full', 'blocks', .*, got 'zipf'"),
         ({"epochs": math.nan}, "--epochs must be positive, got nan"),
         ({"num_samples": 3, "tolerance": 0.1}, "give --num-samples or --tolerance, not both"),
         (
@@ -420,6 +425,22 @@ def test_tensorboard(tmp_path):
 def test_impossible_settings(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         settings_of("lm", tmp_path, **options)
+
+
+def test_every_option_of_a_sampler_has_a_sampler():
+    assert all(settings.takers(option) for option in settings.SAMPLER_OPTIONS)
+    assert settings.takers("scope") == ["uniform", "log_uniform", "unigram"]
+
+
+def test_an_option_that_equals_the_default_is_no_difference(tmp_path):
+    """Also, earlier runs remember ``power`` with every sampler."""
+    plain = settings_of("lm", tmp_path)
+    assert settings_of("lm", tmp_path, own=32).differences({**plain.to_json(), "power": 1.0}) == []
+    assert settings_of("lm", tmp_path, own=31).differences(plain.to_json()) == ["own"]
+    assert settings_of("lm", tmp_path, sampler="unigram").differences(
+        {**plain.to_json(), "sampler": "unigram", "power": 0.5}
+    ) == ["power"]
+    assert settings_of("lm", tmp_path, sampler="full").differences(plain.to_json()) == ["sampler"]
 
 
 def test_language_needs_one_source():

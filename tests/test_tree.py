@@ -216,10 +216,26 @@ def test_partial_samples_are_less_biased_per_leaf():
     for ending in ("class", "leaf"):
         sampler = KernelTree(kernels.Quadratic(), n, d, leaf_size=16, ending=ending)
         sampler.update(weight)
-        draw = sampler.draw(query.expand(repeats, -1), m, generator=torch.Generator().manual_seed(1))
+        number = m * sampler.classes_per_draw
+        draw = sampler.draw(query.expand(repeats, -1), number, generator=torch.Generator().manual_seed(1))
         ids, log_count = draw.ids, draw.log_count
         bias[ending] = float((outputs[ids] - log_count).logsumexp(-1).mean() - outputs.logsumexp(-1))
     assert bias["class"] < bias["leaf"] < 0.02
+
+
+@pytest.mark.parametrize(("num_samples", "slots"), [(1, 16), (16, 16), (17, 32), (64, 64)])
+def test_num_samples_counts_negatives_where_leaves_are_drawn(num_samples, slots):
+    """Whole leaves hold as many negatives as were asked for, and no more than a leaf too many."""
+    n, d, repeats = 400, 4, 20_000
+    weight, query = weights(n, d), torch.randn(1, d, generator=torch.Generator().manual_seed(0))
+    sampler = KernelTree(kernels.Quadratic(), n, d, leaf_size=16, ending="leaf")
+    sampler.update(weight)
+    assert sampler.numbers(num_samples) == (slots, 0)
+    draw = sampler.draw(query.expand(repeats, -1), num_samples, generator=torch.Generator().manual_seed(1))
+    assert draw.ids.shape == (repeats, slots)
+    outputs = (query @ weight.T)[0].double()
+    estimate = (outputs[draw.ids] - draw.log_count).exp().sum(-1).mean()
+    assert float(estimate) == pytest.approx(float(outputs.exp().sum()), rel=0.03)
 
 
 @pytest.mark.usefixtures("small_top")

@@ -82,7 +82,7 @@ class Monitor:
         return 0 if self.last is None else len(self.last[0])
 
     def some(self, examples: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return at most so many examples of the last batch, at even distances."""
+        """Return at most ``examples`` examples of the last batch, evenly spaced."""
         assert self.last is not None
         query, target, context = self.last
         every = max(1, math.ceil(len(query) / examples))
@@ -105,7 +105,7 @@ def measure(
     sampled_losses: Callable[[Tensor], Tensor],
     draws: int,
 ) -> Measured:
-    """Compare losses ``(examples,)`` of queries and their gradients; every call of ``sampled_losses`` draws afresh."""
+    """Compare losses ``(examples,)`` of queries and their gradients; each call of ``sampled_losses`` is a new draw."""
 
     def of(losses: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         # What is saved here is no part of a forward pass that torch.utils.checkpoint may run again.

@@ -57,13 +57,14 @@ def reference_loss(
 ) -> tuple[Tensor, Tensor]:
     """`sampled_loss` in plain PyTorch."""
     # Each row is read, and gets its gradient, once, however often it was drawn.
-    here, slots = target >= 0, draw.ids.shape[-1]
-    parts = torch.cat([target[here], draw.ids.flatten(), draw.pool])
-    rows, place = torch.unique(parts, return_inverse=True)
-    positives, own, pool = place.split([int(here.sum()), draw.ids.numel(), len(draw.pool)])
-    own = own.view(len(query), slots)
+    here, classes = target >= 0, torch.cat([draw.ids.flatten(), draw.pool])
+    # An example without a positive stands on a row that is read anyway, which gets no gradient from it.
+    known = torch.where(here, target, classes[0]) if len(classes) else target.clamp(min=0)
+    rows, place = torch.unique(torch.cat([known, classes]), return_inverse=True)
+    positives, own, pool = place.split([len(known), draw.ids.numel(), len(draw.pool)])
+    own = own.view(draw.ids.shape)
     drawn = select_rows(weight, rows, sparse, exchange).to(query.dtype)
-    positive = (query[here] * F.embedding(positives, drawn)).sum(dim=-1)
+    positive = (query * F.embedding(positives, drawn)).sum(dim=-1)
     each = torch.einsum("bd,bkd->bk", query, F.embedding(own, drawn))
     shared = query @ F.embedding(pool, drawn).T
     if bias is not None:
@@ -71,12 +72,12 @@ def reference_loss(
         positive, each, shared = positive + offsets[positives], each + offsets[own], shared + offsets[pool]
     positive, each, shared = (functional.output(part, prediction) for part in (positive, each, shared))
     log_count = draw.pool_log_count.to(query.dtype).clamp(max=EMPTY).expand_as(shared)
-    log_count = log_count.index_put(tuple(draw.hidden), log_count.new_tensor(EMPTY))
+    log_count = log_count.masked_fill(draw.hidden_mask(), EMPTY)
     rest = torch.cat([each - draw.log_count.clamp(max=EMPTY), shared - log_count], dim=-1)
     rest = torch.cat([rest, rest.new_full((len(rest), 1), -EMPTY)], dim=-1).logsumexp(dim=-1)
     # softplus and not log-sum-exp − positive: it keeps its precision where the positive takes nearly all.
-    loss = rest.masked_scatter(here, F.softplus(rest[here] - positive, threshold=50.0))
-    return loss, torch.zeros_like(rest).masked_scatter(here, positive)
+    loss = torch.where(here, F.softplus(rest - positive, threshold=50.0), rest)
+    return loss, torch.where(here, positive, 0.0)
 
 
 def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +94,7 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Native(torch.autograd.Function):
-    """The native kernel: slopes of the loss are found along with it, so the backward pass reads no class weights."""
+    """The native kernel. It computes gradients with the loss, so the backward pass reads no class weights."""
 
     @staticmethod
     def forward(

@@ -28,6 +28,7 @@ class Head(nn.Module):
         device: of the parameters.
         dtype: of the parameters. Logits and losses are computed in float32 at least, also under autocast.
         shard: the classes that this process holds; default: all of them.
+        validate: whether to check the values of arguments. On devices other than the CPU the host has to wait for that.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class Head(nn.Module):
         device: Any = None,
         dtype: torch.dtype | None = None,
         shard: Shard | None = None,
+        validate: bool = True,
     ) -> None:
         super().__init__()
+        self.validate = checks.boolean("validate", validate)
         self.in_features = checks.positive_int("in_features", in_features)
         self.num_classes = checks.positive_int("num_classes", num_classes, 2)
         self.prediction = checks.one_of("prediction", prediction, functional.PREDICTIONS)
@@ -55,6 +58,9 @@ class Head(nn.Module):
         checks.boolean("bias", bias)
         if dtype is not None and dtype not in checks.FLOATING:
             raise TypeError(f"dtype must be a floating point dtype of 16, 32 or 64 bits, got {dtype!r}")
+        device = checks.device("device", device)
+        if not isinstance(shard, Shard | None):
+            raise TypeError(f"shard must be a manyclass.shard.Shard or None, got {shard!r}")
         self.shard = Shard(num_classes) if shard is None else shard
         self.tied = embedding is not None
         if embedding is None:
@@ -75,8 +81,7 @@ class Head(nn.Module):
     def _table(self, columns: int, device: Any, dtype: torch.dtype | None) -> nn.Embedding:
         """Parameters belong to nn.Embedding modules: DistributedDataParallel expects sparse gradients only there."""
         rows = self.shard.last - self.shard.first
-        place = torch.get_default_device() if device is None else device
-        made = nn.utils.skip_init(nn.Embedding, rows, columns, sparse=self.sparse, device=place, dtype=dtype)
+        made = nn.utils.skip_init(nn.Embedding, rows, columns, sparse=self.sparse, device=device, dtype=dtype)
         return cast(nn.Embedding, made)
 
     def reset_parameters(self) -> None:
@@ -121,18 +126,21 @@ class Head(nn.Module):
         self, input: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None
     ) -> Tensor:
         query = self._check_input(input)
-        labels = checks.indices("target", target, self.num_classes, batch_of=query, ignore=self.ignore_index)
-        kept = labels != self.ignore_index
+        labels = checks.indices(
+            "target", target, self.num_classes, batch_of=query, ignore=self.ignore_index, validate=self.validate
+        ).flatten()
+        # One mask, read once: each time that a mask is an index, the host waits for the device.
+        kept = (labels != self.ignore_index).nonzero().squeeze(-1)
         if context is not None:
-            context = checks.indices("context", context, None, batch_of=query)[kept]
-        query, labels = query[kept], labels[kept]
+            context = checks.indices("context", context, None, batch_of=query, validate=self.validate).flatten()[kept]
+        query, labels = query.reshape(-1, self.in_features)[kept], labels[kept]
         with full_precision(query):
             if self.training:
                 losses = self._training_losses(query, labels, context, generator)
             else:
                 losses = self._exact_losses(query, labels)
         if self.reduction == "none":
-            return losses.new_zeros(target.shape).masked_scatter(kept, losses)
+            return losses.new_zeros(target.numel()).index_copy(0, kept, losses).reshape(target.shape)
         return self.shard.reduce(losses, self.reduction)
 
     def _training_losses(
@@ -174,7 +182,7 @@ class Head(nn.Module):
         """Check the queries and bring them to the precision of the computation."""
         checks.floating("input", input)
         checks.same_device("input", input, "weight", self.weight)
-        checks.queries("input", input, self.in_features)
+        checks.queries("input", input, self.in_features, validate=self.validate)
         if input.dtype != self.weight.dtype and not torch.is_autocast_enabled(input.device.type):
             raise TypeError(f"input must have the dtype of weight, {self.weight.dtype}, got {input.dtype}")
         return input.to(torch.promote_types(self.weight.dtype, torch.float32))

@@ -5,13 +5,13 @@ from torch import Tensor
 
 from .samplers.base import Sampler
 
-# A sampler that keeps sums of rows follows all of them every so many steps, in case that rows changed unseen, …
+# Steps between refreshes of all rows, for a sampler that cannot find untracked changes itself, …
 REFRESH_ALL = 1000
-# … and this often if they are bound to: dense gradients, tied weights, other processes.
+# … and where untracked changes are certain: dense gradients, tied weights, other processes.
 REFRESH_UNTRACKED = 5
-# Rows, or a few more, that tell whether weights changed.
+# Rows, or a few more, that are compared to detect a change of the weights.
 WITNESSES = 8
-#: Stands for all rows in a checkpoint.
+#: Marks all rows in a checkpoint.
 ALL_ROWS = torch.tensor([-1])
 
 
@@ -19,7 +19,7 @@ class Follower:
     """Rows of the class weights that got a gradient since the sampler last saw them."""
 
     def __init__(self) -> None:
-        # None: all of them. Gradients may arrive several times before the weights change.
+        # None: all rows. Gradients may arrive several times before the weights change.
         self.touched: list[Tensor] | None = None
         # What the weights' counter of changes was when the sampler saw them.
         self.version = -1
@@ -27,9 +27,11 @@ class Follower:
         self.witness: tuple[Tensor, Tensor] | None = None
         # Changes of the weights since the last refresh.
         self.behind = 0
+        # What the counter was when a search last saw the rows that wait.
+        self.searched = -1
 
     def touch(self, rows: Tensor, weight: Tensor) -> None:
-        """Note that ``rows`` of ``weight`` got a gradient; they may come several times."""
+        """Record that ``rows`` of ``weight`` got a gradient; rows may repeat."""
         if self.touched is None or (self.touched and self.touched[-1] is rows):  # of the weights, then of the offsets
             return
         self.touched.append(rows)
@@ -40,13 +42,13 @@ class Follower:
             self.touched = [torch.cat(self.touched).unique()]
 
     def follow(self, sampler: Sampler, weight: Tensor, bias: Tensor | None, step: int, tracked: bool) -> bool:
-        """Let the sampler see the weights if they changed; say whether they did.
+        """Update the sampler if the weights changed, and return whether they did.
 
         ``tracked`` says whether only rows with a gradient of this layer can change.
-        Weights that nobody trains count as changed, so that a sampler may learn from queries.
+        Weights without gradients count as changed, so that a sampler can learn from queries.
         """
         known = weight._version == self.version and self.touched is not None and weight.requires_grad
-        if known and (self.witness is None or torch.equal(weight.detach()[self.witness[0]], self.witness[1])):
+        if known and (self.witness is None or _unchanged(weight.detach(), *self.witness)):
             return False
         self.witness = None
         if sampler.adaptive:
@@ -70,17 +72,30 @@ class Follower:
             self.touched = []
 
     def refresh(self, sampler: Sampler, weight: Tensor, bias: Tensor | None) -> None:
-        """Let the sampler see all weights anew."""
+        """Update the sampler from all rows."""
         sampler.update(weight, bias=bias)
         self.touched, self.version, self.behind, self.witness = [], weight._version, 0, None
+
+    def unseen(self, weight: Tensor) -> Tensor | None:
+        """Rows that changed since the last update of the sampler; None if a search has seen them already."""
+        if self.searched == weight._version:
+            return None
+        self.searched = weight._version
+        return self.state(weight.device)
 
     def state(self, device: torch.device) -> Tensor:
         """Rows that wait, for a checkpoint; (−1,) for all of them."""
         if self.touched is None:
             return ALL_ROWS.clone()
-        return torch.cat([torch.empty(0, dtype=torch.long, device=device), *self.touched])
+        # The layer may have moved since.
+        return torch.cat([torch.empty(0, dtype=torch.long, device=device), *(rows.to(device) for rows in self.touched)])
 
     def load_state(self, state: Tensor, device: torch.device) -> None:
-        """Take over the rows of `state`."""
+        """Restore the rows of `state`."""
         self.touched = None if state.tolist() == [-1] else [state.to(device)]
         self.version, self.witness = -1, None
+
+
+def _unchanged(weight: Tensor, rows: Tensor, values: Tensor) -> bool:
+    """Whether ``rows`` of ``weight`` have these values; not if the layer moved to another device."""
+    return values.device == weight.device and torch.equal(weight[rows], values)

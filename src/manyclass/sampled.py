@@ -8,19 +8,15 @@ from torch import Tensor, nn
 
 from . import checks, fused, samplers
 from .budget import Budget
+from .counters import Counters
 from .diagnostics import DRAWS, MEASURED, Diagnostics, Measured, Monitor, measure
 from .head import Head, full_precision
 from .loading import after_loading, before_loading
 from .refresh import ALL_ROWS, Follower
 from .shard import Shard
 
-_REFUSED = {
-    "label_smoothing": "smoothed targets need the logits of all classes",
-    "weight": "for class weights take reduction='none' and average: (w[target] * loss).sum() / w[target].sum()",
-}
 
-
-class SampledSoftmax(Head):
+class SampledSoftmax(Counters, Head):
     """A linear layer and its cross entropy over many classes, trained on a sample of them.
 
     In training, `forward` returns the sampled softmax loss with corrected logits (eq. 2 of the paper): each example
@@ -30,10 +26,10 @@ class SampledSoftmax(Head):
     Args:
         in_features: size of the query, d.
         num_classes: n, at least 2.
-        sampler: a name (``"blocks"``, ``"uniform"``, ``"log_uniform"``, ``"unigram"``, ``"bigram"``, ``"softmax"``,
-            ``"quadratic"``, ``"quartic"``), a subclass of `samplers.Sampler`, or one that is made already.
-        num_samples: negatives per example, m, by default 64; or those of the pool that the batch shares, by default
-            4096, for samplers whose scope is the batch, such as ``"blocks"``.
+        sampler: a name, a subclass of `samplers.Sampler`, or an object of one. `samplers.table` lists the names.
+        num_samples: number of sampled negatives that every example is compared with, m: drawn for each example
+            (default: 64), or drawn once and shared by the batch if the sampler's scope is ``"batch"`` (default: 4096).
+            The ``own`` negatives of ``"blocks"`` come on top.
         tolerance: instead of ``num_samples``: the bias of the loss in nats, such as 0.02, that the layer may have. It
             measures its bias (see `diagnostics`) as it trains, and adapts ``num_samples`` and the sampler's ``own``.
         prediction: ``"softmax"`` for p ∝ exp(o); ``"absolute"`` for p ∝ exp(|o|), which suits the symmetric kernels
@@ -48,8 +44,8 @@ class SampledSoftmax(Head):
         device: of the parameters.
         dtype: of the parameters. Logits and losses are computed in float32 at least, also under autocast.
         shard: the classes that this process holds; default: all of them.
-        sampler_options: what the named sampler takes, such as ``counts=`` for ``"unigram"``, ``pairs=`` for
-            ``"bigram"``, ``alpha=`` for ``"quadratic"``, ``own=`` for ``"blocks"``: negatives of each example alone.
+        validate: whether to check the values of arguments. On devices other than the CPU the host has to wait for that.
+        sampler_options: options of a sampler given by name or class; `samplers.options` lists them.
 
     Shape:
         - Input: ``(*batch, in_features)``
@@ -62,7 +58,7 @@ class SampledSoftmax(Head):
         >>> loss.backward()
     """
 
-    step: Tensor
+    counters = ("step",)
 
     def __init__(
         self,
@@ -81,10 +77,10 @@ class SampledSoftmax(Head):
         device: Any = None,
         dtype: torch.dtype | None = None,
         shard: Shard | None = None,
+        validate: bool = True,
         **sampler_options: Any,
     ) -> None:
-        for name in sampler_options.keys() & _REFUSED.keys():
-            raise TypeError(f"SampledSoftmax does not take {name}: {_REFUSED[name]}")
+        checks.refused_options(sampler_options)
         super().__init__(
             in_features,
             num_classes,
@@ -97,14 +93,15 @@ class SampledSoftmax(Head):
             device=device,
             dtype=dtype,
             shard=shard,
+            validate=validate,
         )
         options = {"prediction": prediction, "bias": bias, **sampler_options}
         sampler = samplers.resolve(sampler, num_classes, in_features, self.shard.part(), **options)
-        device = self.weight.device
-        self.sampler = sampler.to(device)
-        self.budget = Budget(sampler, num_samples, tolerance, self.shard.ranks).to(device)
+        self.sampler = sampler.to(self.weight.device)
+        self.sampler.validate = validate
+        self.budget = Budget(sampler, num_samples, tolerance, self.shard.ranks)
         #: Training steps so far.
-        self.register_buffer("step", torch.zeros((), dtype=torch.long, device=device))
+        self.step = 0
         self.follower = Follower()
         self.monitor = Monitor()
         self.register_load_state_dict_pre_hook(before_loading)
@@ -136,12 +133,11 @@ class SampledSoftmax(Head):
     def _begin_step(self, query: Tensor, target: Tensor, context: Tensor | None) -> None:
         """Bring the sampler and the number of negatives up to date, and remember the batch."""
         self.monitor.begin(query.detach(), target, context)
-        step = int(self.step)
-        changed = self.follower.follow(self.sampler, self.weight, self.bias, step, self._tracked())
+        changed = self.follower.follow(self.sampler, self.weight, self.bias, self.step, self._tracked())
         self.step += 1
         if self.tolerance is not None and self.shard.total(int(changed)):  # all ranks measure, or none
             batch = self.shard.total(len(query))
-            self.budget.adapt(self.sampler, self._measure, step + 1, batch, self.num_classes)
+            self.budget.adapt(self.sampler, self._measure, self.step, batch, self.num_classes)
 
     def _sampled_losses(
         self, query: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None, observe: bool
@@ -197,7 +193,7 @@ class SampledSoftmax(Head):
         query = self._check_input(input)
         if self.follower.touched is None:
             self.refresh()
-        self.sampler.attach(self.weight, self.bias)
+        self.sampler.attach(self.weight, self.bias, self.follower.unseen(self.weight))
         with full_precision(query):
             found = self.sampler.search(query, k, probe)
         outputs, log_total = found.outputs.to(query.dtype), found.log_total.to(query.dtype)
@@ -206,9 +202,9 @@ class SampledSoftmax(Head):
     def diagnostics(self, examples: int = MEASURED) -> Diagnostics:
         """Measure what the last training step paid for sampling; see `Diagnostics`.
 
-        Computes the exact loss of some examples of the last batch, at even distances, over all classes, and draws for
-        them afresh a few times, with the present class weights. Costs O(examples · n · d). Changes nothing. All ranks
-        of a sharded layer have to call it together, and get the same.
+        Computes the exact loss over all classes of some examples of the last batch, evenly spaced, and compares it with
+        new draws, with the present class weights. Costs O(examples · n · d). Changes nothing. All ranks of a sharded
+        layer have to call it together, and get the same result.
         """
         checks.positive_int("examples", examples)
         if not self.shard.total(self.monitor.size()):
@@ -216,7 +212,7 @@ class SampledSoftmax(Head):
         own, pool = self.sampler.numbers(self.num_samples)
         return self._measure(examples, DRAWS).diagnostics(
             own=self.shard.total(own) if pool else own,
-            pool=min(pool, self.num_classes),
+            pool=pool if self.sampler.replacement else min(pool, self.num_classes),
             stale_steps=self.follower.behind + self.sampler.staleness(),
             sampling_share=self.monitor.share,
         )
@@ -224,7 +220,7 @@ class SampledSoftmax(Head):
     def _measure(self, examples: int, draws: int) -> Measured:
         """Sampled against exact losses of some examples of the last batch."""
         query, target, context = self.monitor.some(math.ceil(examples / self.shard.ranks))
-        generator = torch.Generator(query.device).manual_seed(int(self.step))  # not that of training
+        generator = torch.Generator(query.device).manual_seed(self.step)  # not that of training
         self.sampler.attach(self.weight, self.bias)
         with full_precision(query):
             found = measure(
@@ -236,15 +232,15 @@ class SampledSoftmax(Head):
         return self.shard.gather_measured(found)
 
     def get_extra_state(self) -> Tensor:
-        """Rows whose statistics wait for a refresh, so that a checkpoint goes on exactly; (−1,) for all of them.
+        """Rows whose statistics wait for a refresh, so that a checkpoint resumes exactly; (−1,) for all of them.
 
-        Statistics that are behind the weights and not in the checkpoint are made anew in the next step, here as well
-        as where it is loaded: both go on with the same.
+        Statistics that are stale and not in the checkpoint are rebuilt in the next step, both here and where the
+        checkpoint is loaded, so both continue with the same statistics.
         """
         if self.sampler.derived and self.follower.behind:
             self.follower.touched = None
         return self.follower.state(self.weight.device)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Take over the rows of `get_extra_state`."""
+        """Restore the rows of `get_extra_state`."""
         self.follower.load_state(ALL_ROWS if self.sampler.derived else state, self.weight.device)

@@ -1,4 +1,4 @@
-"""Which classes a process holds, and how the parts of all processes come together: here, one process holds them all."""
+"""The classes that a process holds, and how to combine results of all processes. Here one process holds all."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -17,7 +17,7 @@ Tables = tuple[Tensor, Tensor | None]
 
 
 class Examples(NamedTuple):
-    """Examples that meet the classes of a shard: those of all processes that share the classes out."""
+    """Examples that are scored with the classes of a shard: those of all processes of the group."""
 
     #: Shape ``(examples, in_features)``.
     query: Tensor
@@ -39,7 +39,7 @@ class Shard:
         self.num_classes = num_classes
         #: The classes of this shard are ``first … last − 1``.
         self.first, self.last = 0, num_classes
-        #: Processes that share the classes out.
+        #: Number of processes that the classes are sharded over.
         self.ranks = 1
 
     def part(self) -> Part:
@@ -52,7 +52,7 @@ class Shard:
             nn.init.uniform_(parameter, -bound, bound)
 
     def gather(self, query: Tensor, target: Tensor, context: Tensor | None) -> Examples:
-        """Collect the examples that meet the classes of this shard."""
+        """Gather the examples that are scored with the classes of this shard."""
         return Examples(query, target, context, [len(query)])
 
     def draw(self, sampler: Sampler, examples: Examples, number: int, generator: torch.Generator | None) -> Draw:
@@ -61,7 +61,7 @@ class Shard:
         return sampler.draw(query, number, exclude=target, context=context, generator=generator)
 
     def combine(self, loss: Tensor, positive: Tensor, rows: list[int]) -> Tensor:
-        """Put together the losses of this process's examples from what `fused.sampled_loss` found in each shard."""
+        """Combine what `fused.sampled_loss` returned in each shard to the losses of this process's examples."""
         return loss
 
     def mean_rows(self, rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,17 +77,17 @@ class Shard:
         return functional.reduce(losses, reduction)
 
     def exact_losses(self, query: Tensor, target: Tensor, tables: Tables, prediction: str) -> Tensor:
-        """Find the loss over all classes of each example: query ``(batch, in_features)`` → ``(batch,)``."""
+        """Compute the loss over all classes of each example: query ``(batch, in_features)`` → ``(batch,)``."""
         weight, bias = _flat(tables)
         return functional.full_softmax_loss(query, weight, target, bias, "none", prediction=prediction)
 
     def full_losses(self, query: Tensor, target: Tensor, tables: Tables, prediction: str) -> Tensor:
-        """`exact_losses` with all logits in memory at once, as people write it: faster where it fits."""
+        """`exact_losses` with all logits in memory at once: faster where they fit."""
         logits = functional.output(functional.linear(query, *_flat(tables)), prediction)
         return F.cross_entropy(logits, target, reduction="none")
 
     def log_prob(self, query: Tensor, tables: Tables, prediction: str) -> Tensor:
-        """Find the log probability of every class, shape ``(*batch, num_classes)``."""
+        """Compute the log probability of every class, shape ``(*batch, num_classes)``."""
         return functional.log_prob(query, *_flat(tables), prediction=prediction)
 
     def topk(self, query: Tensor, tables: Tables, k: int, prediction: str) -> tuple[Tensor, Tensor]:
@@ -98,11 +98,11 @@ class Shard:
         return values - log_z.unsqueeze(-1), ids
 
     def total(self, number: int) -> int:
-        """Sum a number over the processes that share the classes out."""
+        """Sum a number over the processes that the classes are sharded over."""
         return number
 
     def gather_measured(self, measured: Measured) -> Measured:
-        """Collect what each of these processes measured."""
+        """Gather the measurements of all these processes."""
         return measured
 
 

@@ -134,7 +134,7 @@ def _print_bias(console: Console, num_classes: int = 10_000, in_features: int = 
         for m in draws:
             errors = []
             for _ in range(20):
-                draw = sampler.draw(query, m, generator=generator)
+                draw = sampler.draw(query, m * sampler.classes_per_draw, generator=generator)
                 errors.append((output.gather(-1, draw.ids) - draw.log_count).logsumexp(-1) - exact)
             error = torch.stack(errors)
             cells.append(f"{error.mean():.4f} ± {error.std() / math.sqrt(error.numel()):.4f}")

@@ -25,7 +25,7 @@ def run(steps: int, out: Path, seed: int, console: Console, text: list[Path] | N
             text=text,
             corpus=None if text else "python",
             sampler=sampler,
-            power=0.75 if sampler == "unigram" else 1.0,
+            power=0.75 if sampler == "unigram" else None,
             steps=steps,
             schedule="constant",
             evaluations=5,

@@ -88,8 +88,7 @@ def quality(
     console = start(out, None)
     names = [checks.one_of("--datasets", name, tuple(comparison.DATASETS)) for name in datasets or comparison.DATASETS]
     chosen = [
-        checks.one_of("--optimizers", name, tuple(comparison.OPTIMIZERS))
-        for name in optimizers or comparison.OPTIMIZERS
+        checks.one_of("--optimizers", name, comparison.OPTIMIZERS) for name in optimizers or comparison.OPTIMIZERS
     ]
     if not only_report:
         wanted = comparison.trials(names, chosen, seeds)

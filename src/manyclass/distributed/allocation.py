@@ -1,4 +1,4 @@
-"""How many of the negatives each rank draws."""
+"""How many of ``num_samples`` each rank draws."""
 
 from torch import Tensor
 
@@ -14,15 +14,15 @@ def allocate(
     share: Tensor,  # shape: (ranks, k), of each rank in the whole
     units: int,
 ) -> Tensor:
-    """Deal ``units`` out to the ranks by their shares, at least one each: shape ``(ranks, k)``, int64.
+    """Divide ``units`` between the ranks by their shares, at least one each: shape ``(ranks, k)``, int64.
 
     One each keeps the estimate of the whole sum unbiased; the others go by the largest remainder.
     """
     ranks = len(share)
     total = share.double().sum(dim=0)
     wanted = (units - ranks) * (share / total).where(total > 0, 1 / ranks)
-    dealt = wanted.floor()
-    left = units - ranks - dealt.sum(dim=0).long()
-    order = (wanted - dealt).argsort(dim=0, descending=True, stable=True)
+    whole = wanted.floor()
+    left = units - ranks - whole.sum(dim=0).long()
+    order = (wanted - whole).argsort(dim=0, descending=True, stable=True)
     place = order.argsort(dim=0)
-    return 1 + dealt.long() + (place < left).long()
+    return 1 + whole.long() + (place < left).long()

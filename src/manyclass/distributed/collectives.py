@@ -1,4 +1,4 @@
-"""What processes tell each other: a few collectives with gradients, and errors that say who waited for whom."""
+"""Collectives with gradients, and errors that name the rank and what it waited for."""
 
 import re
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 # The first is the new name of the second.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-#: Told the name and the bytes that this process hands over to others: what `manyclass bench distributed` counts.
+#: Called with the name and the bytes that this process sends to others, for `manyclass bench distributed`.
 observer: Callable[[str, int], object] | None = None
 
 
@@ -23,7 +23,7 @@ class LostContactError(RuntimeError):
 
 @contextmanager
 def together(what: str, group: dist.ProcessGroup, sent: Tensor | None = None):
-    """Everything that is exchanged goes through here: an error names the rank and what it waited for."""
+    """Wrap a collective, so that an error names the rank and what it waited for."""
     if observer is not None and sent is not None:
         observer(what, sent.numel() * sent.element_size())
     try:
@@ -39,7 +39,7 @@ def together(what: str, group: dist.ProcessGroup, sent: Tensor | None = None):
 
 
 def gathered(part: Tensor, group: dist.ProcessGroup, what: str) -> Tensor:
-    """Tensors of one shape of all ranks, one more dimension in front: ``(ranks, *shape)``."""
+    """Gather tensors of the same shape from all ranks: ``(ranks, *shape)``."""
     world = dist.get_world_size(group)
     out = part.new_empty(world, *part.shape)
     if out.numel():
@@ -49,7 +49,7 @@ def gathered(part: Tensor, group: dist.ProcessGroup, what: str) -> Tensor:
 
 
 def summed(part: Tensor, group: dist.ProcessGroup, what: str) -> Tensor:
-    """The sum of the tensors of all ranks, all of one shape."""
+    """Sum tensors of the same shape over all ranks."""
     out = part.clone()
     with together(what, group, out):
         dist.all_reduce(out, group=group)
@@ -57,7 +57,7 @@ def summed(part: Tensor, group: dist.ProcessGroup, what: str) -> Tensor:
 
 
 def gathered_rows(parts: list[Tensor], group: dist.ProcessGroup, what: str) -> tuple[list[Tensor], list[int]]:
-    """Rows of all ranks, one rank after the other, of tensors with the same number of rows; and how many each has.
+    """Gather rows of tensors from all ranks, in the order of the ranks; return them and the number of rows per rank.
 
     Ranks may have different numbers of rows, or none.
     """
@@ -83,7 +83,7 @@ def mean_rows(rows: Tensor, values: Tensor, group: dist.ProcessGroup, what: str)
 
 
 def _all_to_all(sent: Tensor, give: list[int], take: list[int], group: dist.ProcessGroup, what: str) -> Tensor:
-    """Give each rank the next so many rows of ``sent``, and take so many from it: ``(sum(take), width)``."""
+    """Send ``give[r]`` consecutive rows of ``sent`` to rank r, receive ``take[r]`` from it: ``(sum(take), width)``."""
     width, rank = sent.shape[1], dist.get_rank(group)
     received = sent.new_empty(sum(take), width)
     if sum(give) or sum(take):
@@ -94,14 +94,14 @@ def _all_to_all(sent: Tensor, give: list[int], take: list[int], group: dist.Proc
 
 
 def to_owners(found: Tensor, rows: list[int], group: dist.ProcessGroup, what: str) -> Tensor:
-    """``found (all examples, width)`` of every rank → what all found for own examples, ``(ranks, own, width)``."""
+    """Send results ``(all examples, width)`` to the ranks of the examples: ``(ranks, examples here, width)``."""
     own = rows[dist.get_rank(group)]
     received = _all_to_all(found, rows, [own] * len(rows), group, what)
     return received.view(len(rows), own, found.shape[1])
 
 
 class _Queries(torch.autograd.Function):
-    """The queries of all ranks. Backward: each rank gets the sum of what all ranks found for its own."""
+    """The queries of all ranks. Backward: each rank gets the sum of the gradients of its queries over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, everyone: Tensor, rows: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -117,7 +117,7 @@ class _Queries(torch.autograd.Function):
 
 
 def with_gradient(query: Tensor, everyone: Tensor, rows: list[int], group: dist.ProcessGroup) -> Tensor:
-    """``everyone``, the gathered queries of all ranks, as a function of this rank's own ``query``."""
+    """Return ``everyone``, the gathered queries of all ranks, as a function of this rank's ``query``."""
     return cast(Tensor, _Queries.apply(query, everyone, rows, group))
 
 

@@ -1,4 +1,4 @@
-"""Output layers with their classes dealt out to the ranks of a process group."""
+"""Output layers with their classes sharded over the ranks of a process group."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ class ShardedSampledSoftmax(SampledSoftmax):
     """`SampledSoftmax` with the classes sharded over processes: each holds, samples and learns its part of them.
 
     Every rank calls it with its own examples, as many as it has, or none. The queries of all ranks are gathered, each
-    rank draws negatives from its own classes (its stratum), and the log-sum-exps of the strata are put together. All
+    rank draws negatives from its own classes (its stratum), and the log-sum-exps of the strata are combined. All
     ranks have to take part in every call and in every backward pass.
 
     The loss is that of this rank's examples. Gradients of the queries are those of this rank's loss; gradients of the
@@ -27,14 +27,16 @@ class ShardedSampledSoftmax(SampledSoftmax):
     Args:
         in_features: size of the query, d.
         num_classes: n, of all ranks together. Rank r of R holds the classes from ``r·⌈n/R⌉`` on, at least two.
-        sampler: a name as in `SampledSoftmax`, or a `samplers.Sampler` for this rank's classes.
-        num_samples: negatives of all ranks together, at least one for each rank.
+        sampler: a name or a class as in `SampledSoftmax`, or an object for this rank's classes. A class of yours says
+            in `samplers.Sampler.restrict` which options a range of the classes needs.
+        num_samples: number of sampled negatives that every example is compared with, as in `SampledSoftmax`. Each rank
+            draws a part of them, at least one.
         mesh: the ranks: a process group, a 1-D `DeviceMesh`, or a 2-D one of data × classes, whose second dimension
-            shares the classes out while the first repeats them; default: all processes.
+            shards the classes while the first replicates them; default: all processes.
         split: ``"even"`` draws as many negatives from each shard; ``"mass"`` draws by the shards' masses, as far as the
             sampler knows them: one further number per example and rank is exchanged.
         options: the other arguments of `SampledSoftmax`, but no tied weights (``embedding``). ``counts`` and ``pairs``
-            are those of all classes; ``own`` and ``probe`` are shared out to the ranks.
+            are those of all classes; ``own`` and ``probe`` are divided between the ranks.
 
     `state_dict` has the class weights as `DTensor` for `torch.distributed.checkpoint`, which loads them on any number
     of ranks, and nothing of the sampler, which is rebuilt from them.
@@ -60,11 +62,11 @@ class ShardedSampledSoftmax(SampledSoftmax):
         state.install(self)
 
     def shard_state(self) -> dict[str, Any]:
-        """What `state_dict` leaves out, to go on exactly with as many ranks: the state of this rank's sampler."""
+        """Return what `state_dict` leaves out, this rank's sampler, to resume exactly on the same number of ranks."""
         return {"layout": self._layout(), "sampler": self.sampler.state_dict(), "touched": self.get_extra_state()}
 
     def load_shard_state(self, found: dict[str, Any]) -> None:
-        """Take over what `shard_state` gave, after `load_state_dict`; not if it is of another number of ranks."""
+        """Restore `shard_state`, after `load_state_dict`. A state of another number of ranks is ignored."""
         if found["layout"] == self._layout():
             self.sampler.load_state_dict(found["sampler"])
             self.set_extra_state(found["touched"])

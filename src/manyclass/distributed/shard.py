@@ -1,4 +1,4 @@
-"""The classes of one rank, and how the ranks put their parts together."""
+"""The classes of one rank, and how results of all ranks are combined."""
 
 import math
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ class RankShard(Shard):
     Args:
         num_classes: n, of all ranks together. Rank r of R holds the classes from ``r·⌈n/R⌉`` on, at least two.
         mesh: the ranks; see `ShardedSampledSoftmax`.
-        split: how negatives are shared out; see there.
+        split: how negatives are divided between ranks; see there.
         device: of the class weights.
     """
 
@@ -75,7 +75,7 @@ class RankShard(Shard):
         return collectives.with_gradient(query, everyone, rows, self.group), rows, found
 
     def gather(self, query: Tensor, target: Tensor, context: Tensor | None) -> Examples:
-        """Collect the examples of all ranks."""
+        """Gather the examples of all ranks."""
         numbers = target.unsqueeze(-1) if context is None else torch.stack([target, context], dim=-1)
         everyone, rows, (numbers,) = self._gather(query, numbers)
         target = numbers[:, 0] - self.first
@@ -105,7 +105,7 @@ class RankShard(Shard):
         return stratum.draw_each(sampler, query, target, context, numbers, generator)
 
     def combine(self, loss: Tensor, positive: Tensor, rows: list[int]) -> Tensor:
-        """Put together the losses of this rank's examples from those of all strata."""
+        """Combine the strata to the losses of this rank's examples."""
         return self._combine((loss + positive, positive), rows)
 
     def _combine(self, terms: tuple[Tensor, Tensor], rows: list[int]) -> Tensor:
@@ -119,7 +119,7 @@ class RankShard(Shard):
         return collectives.mean_rows(rows, values, self.replicas, "gradients of class weights")
 
     def sees_all_gradients(self) -> bool:
-        """Nobody else changes these rows, or it is told."""
+        """Always: other ranks that change these rows take part in `mean_rows`."""
         return True
 
     def reduce(self, losses: Tensor, reduction: str) -> Tensor:
@@ -129,14 +129,14 @@ class RankShard(Shard):
         return super().reduce(losses, reduction)
 
     def exact_losses(self, query: Tensor, target: Tensor, tables: Tables, prediction: str) -> Tensor:
-        """Put together the exact losses of this rank's examples."""
+        """Combine the shards to the exact losses of this rank's examples."""
         everyone, target, _, rows = self.gather(query, target, None)
         return self._combine(stratum.exact(everyone, *tables, target, prediction, self.replicas), rows)
 
     full_losses = exact_losses
 
     def log_prob(self, query: Tensor, tables: Tables, prediction: str) -> Tensor:
-        """Collect the log probabilities of the classes of all ranks."""
+        """Gather the log probabilities of the classes of all ranks."""
         everyone, rows, _ = self._gather(query.reshape(-1, query.shape[-1]))
         outputs = stratum.outputs(everyone, *tables, prediction, self.replicas)
         width = math.ceil(self.num_classes / self.ranks)
@@ -145,7 +145,7 @@ class RankShard(Shard):
         return found.log_softmax(dim=-1).reshape(*query.shape[:-1], self.num_classes)
 
     def topk(self, query: Tensor, tables: Tables, k: int, prediction: str) -> tuple[Tensor, Tensor]:
-        """Choose the best of the best of all ranks."""
+        """Merge the best classes of all ranks."""
         weight, bias = tables[0], None if tables[1] is None else tables[1].squeeze(-1)
         everyone, rows, _ = self._gather(query.reshape(-1, query.shape[-1]))
         local = min(k, self.last - self.first)
@@ -161,11 +161,11 @@ class RankShard(Shard):
         return values.reshape(*query.shape[:-1], k), ids.reshape(*query.shape[:-1], k)
 
     def total(self, number: int) -> int:
-        """Sum a number over the ranks that share the classes out."""
+        """Sum a number over the ranks that the classes are sharded over."""
         return int(collectives.summed(torch.tensor(number, device=self.device), self.group, "a number"))
 
     def gather_measured(self, measured: Measured) -> Measured:
-        """Collect the measurements of all ranks."""
+        """Gather the measurements of all ranks."""
         parts, _ = collectives.gathered_rows([part.T.contiguous() for part in measured], self.group, "measurements")
         return Measured(*(part.T for part in parts))
 

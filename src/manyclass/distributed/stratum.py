@@ -75,7 +75,7 @@ def draw_each(
     numbers: Tensor,  # shape: (batch,), draws of each example
     generator: torch.Generator | None,
 ) -> Draw:
-    """Draw for examples that differ in the number of draws, or in having a positive here: alike ones together."""
+    """Draw for examples that differ in the number of draws, or in having a positive here, in groups of equal ones."""
     kinds = 2 * numbers + (target >= 0)
     found = []
     for kind in kinds.unique().tolist():

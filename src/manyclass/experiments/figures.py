@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..report import Run
 from ..train.atomic import replacing
 from .reproduce import BLOCKS, DATASETS, FIXED, FULL, Curve, Point
 
@@ -107,18 +106,18 @@ def distributions(curves: Sequence[Curve], file: Path, note: str, against: str =
     figure.savefig(file, dpi=110)
 
 
-def against_time(panels: Mapping[str, Mapping[str, Sequence[Run]]], file: Path) -> None:
+def against_time(panels: Mapping[str, Mapping[str, Sequence[Sequence[tuple[float, float]]]]], file: Path) -> None:
     """Draw held-out loss against training time: thin lines for single seeds, a thick line for their mean.
 
     Args:
-        panels: for the title of each panel, the runs of each sampler.
+        panels: for the title of each panel, the curves of each sampler: seconds and losses.
         file: the PNG to write.
     """
     note = "Held-out loss of each seed (thin) and mean over seeds (thick), measured on a part of the held-out examples"
     figure, grid = _figure(len(panels), note)
     for (title, samplers), axes in zip(panels.items(), grid, strict=True):
-        for sampler, runs in samplers.items():
-            _seeds_and_mean(axes, sampler, runs)
+        for sampler, curves in samplers.items():
+            _seeds_and_mean(axes, sampler, curves)
         axes.set(xscale="log", xlabel=AXES["seconds"], ylabel="held-out cross entropy (nats)")
         axes.set_title(title, fontsize="medium")
         axes.grid(alpha=0.3)
@@ -128,13 +127,12 @@ def against_time(panels: Mapping[str, Mapping[str, Sequence[Run]]], file: Path) 
         figure.savefig(temporary, dpi=110)
 
 
-def _seeds_and_mean(axes: Any, sampler: str, runs: Sequence[Run]) -> None:
+def _seeds_and_mean(axes: Any, sampler: str, curves: Sequence[Sequence[tuple[float, float]]]) -> None:
     colour, marker = STYLES.get(sampler, ("#000000", "o"))
-    curves = [[(row["seconds"], row["heldout_loss"]) for row in run.rows if row["step"] > 0] for run in runs]
     for curve in curves:
         axes.plot(*zip(*curve, strict=True), color=colour, linewidth=0.7, alpha=0.6)
     # The runs of a sampler are evaluated at the same steps.
-    means = [[sum(values) / len(runs) for values in zip(*at, strict=True)] for at in zip(*curves, strict=True)]
+    means = [[sum(values) / len(curves) for values in zip(*at, strict=True)] for at in zip(*curves, strict=True)]
     seconds, losses = zip(*means, strict=True) if means else ((), ())
     label = sampler if means else f"{sampler}: missing"
     axes.plot(seconds, losses, color=colour, marker=marker, linewidth=2, label=label)

@@ -1,7 +1,8 @@
 """Compare sampled softmax with the full softmax after complete training runs: a sweep, a table and a figure."""
 
+import csv
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,17 +21,15 @@ from .reproduce import BLOCKS, FULL, Job
 COMMON: dict[str, Any] = {"model": "feed-forward", "batch": 512, "evaluations": 4}
 DATASETS: dict[str, dict[str, Any]] = {
     "diginetica": {"epochs": 3},
-    # With the default rate and dropout the full softmax ends worse than it began: 16.5 nats on held-out data.
-    "beauty": {"epochs": 20, "user_first": True, "lr": 0.01, "dropout": 0.5},
+    "beauty": {"epochs": 20, "user_first": True, "dropout": 0.5},
 }
+OPTIMIZERS = ("adagrad", "adam")
+#: Learning rates other than the default. On Beauty larger ones end at held-out losses above those of the start.
+RATES = {("diginetica", "adam"): 0.002, ("beauty", "adagrad"): 0.01, ("beauty", "adam"): 0.0005}
 SAMPLERS: dict[str, dict[str, Any]] = {
     FULL: {"sampler": "full"},
     BLOCKS: {"sampler": "blocks"},
     "uniform": {"sampler": "uniform", "scope": "batch", "num_samples": 4096},
-}
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adagrad": {"optimizer": "adagrad"},
-    "adam": {"optimizer": "adam", "lr": 0.002},
 }
 #: Names of the data sets in the names of run folders.
 PREFIXES = {"diginetica": "dig", "beauty": "beauty"}
@@ -42,6 +41,8 @@ MEASURES = tuple(f"{name}@{CUTOFF}" for name in ("recall", "mrr", "ndcg"))
 #: Largest loss above the full softmax that passes, in nats.
 TOLERANCE = 0.02
 MISSING = "missing"
+FILE, CURVES = "quality.csv", "quality-curves.csv"
+CURVES_HEADER = ("dataset", "sampler", "optimizer", "seed", "seconds", "heldout_loss")
 HEADER = ("dataset", "sampler", "optimizer", "seed", "heldout_loss", *MEASURES, "seconds", "steps", "bias")
 
 
@@ -61,41 +62,39 @@ class Trial(NamedTuple):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that identify the run."""
-        chosen = DATASETS[self.dataset] | SAMPLERS[self.sampler] | OPTIMIZERS[self.optimizer]
+        chosen = DATASETS[self.dataset] | SAMPLERS[self.sampler] | {"optimizer": self.optimizer}
+        if (self.dataset, self.optimizer) in RATES:
+            chosen["lr"] = RATES[self.dataset, self.optimizer]
         return {**COMMON, **chosen, "seed": self.seed}
 
 
+class Point(NamedTuple):
+    """The loss on a part of the held-out examples after some training time."""
+
+    seconds: float
+    loss: float
+
+
 class Result(NamedTuple):
-    """A trial that is trained to the end and evaluated on all held-out examples."""
+    """A trial that is trained to the end and evaluated on all held-out examples: a line of ``quality.csv``."""
 
     trial: Trial
-    run: report.Run
-
-    @property
-    def loss(self) -> float:
-        """Held-out loss, in nats."""
-        return self.measure("loss")
-
-    @property
-    def recall(self) -> float:
-        """Recall at the cut-off."""
-        return self.measure(MEASURES[0])
-
-    @property
-    def seconds(self) -> float:
-        """Training time."""
-        return self.run.rows[-1]["seconds"]
-
-    def measure(self, name: str) -> float:
-        """A value of ``evaluation.json``."""
-        return (self.run.evaluation or {})[name]
+    loss: float
+    recall: float
+    mrr: float
+    ndcg: float
+    #: Training time.
+    seconds: float
+    steps: int
+    #: Measured bias of the sampled loss at the end, in nats; nan for the full softmax.
+    bias: float
+    curve: tuple[Point, ...]
 
     def row(self) -> list[object]:
-        """A line of ``quality.csv``."""
-        last = self.run.rows[-1]
-        bias = "" if math.isnan(last["bias"]) else f"{last['bias']:.5f}"
-        measures = [f"{self.measure(name):.5f}" for name in ("loss", *MEASURES)]
-        return [*self.trial, *measures, f"{self.seconds:.2f}", int(last["step"]), bias]
+        """The line as it is written."""
+        measures = [f"{value:.5f}" for value in (self.loss, self.recall, self.mrr, self.ndcg)]
+        bias = "" if math.isnan(self.bias) else f"{self.bias:.5f}"
+        return [*self.trial, *measures, f"{self.seconds:.2f}", self.steps, bias]
 
 
 def trials(datasets: Sequence[str], optimizers: Sequence[str], seeds: int) -> list[Trial]:
@@ -111,7 +110,8 @@ def trials(datasets: Sequence[str], optimizers: Sequence[str], seeds: int) -> li
 
 def sweep(wanted: Sequence[Trial], data: Path | None, out: Path, jobs: int, console: Console) -> None:
     """Train and evaluate what is missing, ``jobs`` runs at a time; write ``quality.csv`` after each run."""
-    waiting = [trial for trial in wanted if _result(out, trial) is None]
+    written = read(out)
+    waiting = [trial for trial in wanted if _result(out, trial, written) is None]
     untrained = {trial for trial in waiting if _trained(out, trial) is None}
     files = {name: _files(name, data) for name in DATASETS if any(trial.dataset == name for trial in untrained)}
     queue = []
@@ -121,7 +121,7 @@ def sweep(wanted: Sequence[Trial], data: Path | None, out: Path, jobs: int, cons
         if trial in untrained:
             commands.insert(0, _training(trial, files[trial.dataset], folder))
         label = " ".join(map(str, trial))
-        queue.append(Job(label, folder, tuple(commands), lambda: write(results(out), out / "quality.csv")))
+        queue.append(Job(label, folder, tuple(commands), lambda: write(results(out), out)))
     reproduce.run_jobs(queue, len(wanted) - len(waiting), jobs, console)
 
 
@@ -170,29 +170,71 @@ def _trained(out: Path, trial: Trial) -> report.Run | None:
     return run if last["step"] >= round(settings.epochs * steps_per_epoch) else None
 
 
-def _result(out: Path, trial: Trial) -> Result | None:
-    """Load a trial; None if it is not trained to the end, or not evaluated exactly on all held-out examples."""
+def _result(out: Path, trial: Trial, written: Mapping[Trial, Result]) -> Result | None:
+    """Load a trial from its folder, or from ``quality.csv`` if it has none; None if it is not complete."""
+    if not (out / "runs" / trial.name).exists():
+        return written.get(trial)
     run = _trained(out, trial)
     if run is None or run.evaluation is None:
         return None
+    last = run.rows[-1]
     # With a probe the ranking measures would be approximate.
-    state = {"step": run.rows[-1]["step"], "examples": run.config["heldout_examples"], "probe": None}
+    state = {"step": last["step"], "examples": run.config["heldout_examples"], "probe": None}
     complete = all(run.evaluation.get(name) == value for name, value in state.items())
-    return Result(trial, run) if complete and {"loss", *MEASURES} <= run.evaluation.keys() else None
+    if not complete or not {"loss", *MEASURES} <= run.evaluation.keys():
+        return None
+    loss, recall, mrr, ndcg = (run.evaluation[name] for name in ("loss", *MEASURES))
+    curve = tuple(Point(row["seconds"], row["heldout_loss"]) for row in run.rows if row["step"] > 0)
+    return Result(trial, loss, recall, mrr, ndcg, last["seconds"], int(last["step"]), last["bias"], curve)
+
+
+def read(out: Path) -> dict[Trial, Result]:
+    """Read ``quality.csv`` and ``quality-curves.csv``, which may come from other sessions and machines."""
+    curves: dict[Trial, list[Point]] = {}
+    for row in _lines(out / CURVES, CURVES_HEADER):
+        curves.setdefault(_trial(row), []).append(Point(float(row["seconds"]), float(row["heldout_loss"])))
+    found = {}
+    for row in _lines(out / FILE, HEADER):
+        trial = _trial(row)
+        loss, recall, mrr, ndcg, seconds = (float(row[name]) for name in ("heldout_loss", *MEASURES, "seconds"))
+        bias = float(row["bias"] or "nan")
+        curve = tuple(curves.get(trial, ()))
+        found[trial] = Result(trial, loss, recall, mrr, ndcg, seconds, int(row["steps"]), bias, curve)
+    return found
+
+
+def _lines(file: Path, header: Sequence[str]) -> Iterator[dict[str, str]]:
+    if not file.exists():
+        return
+    with file.open(newline="") as handle:
+        reader = csv.DictReader(handle)
+        if tuple(reader.fieldnames or ()) != tuple(header):
+            raise ValueError(f"{file} must have the columns {', '.join(header)}, got {reader.fieldnames}")
+        yield from reader
+
+
+def _trial(row: Mapping[str, str]) -> Trial:
+    return Trial(row["dataset"], row["sampler"], row["optimizer"], int(row["seed"]))
 
 
 def results(out: Path) -> list[Result]:
-    """Load all finished runs below ``out``, whichever call made them."""
+    """Load all finished trials: those with a folder below ``out``, and those of ``quality.csv``."""
+    written = read(out)
     endings = {path.name.rpartition("-")[2] for path in (out / "runs").glob("*-*")}
-    seeds = 1 + max((int(ending) for ending in endings if ending.isdecimal()), default=-1)
-    possible = trials(tuple(DATASETS), tuple(OPTIMIZERS), seeds)
-    return [result for trial in possible if (result := _result(out, trial)) is not None]
+    seeds = {int(ending) for ending in endings if ending.isdecimal()} | {trial.seed for trial in written}
+    possible = trials(tuple(DATASETS), OPTIMIZERS, 1 + max(seeds, default=-1))
+    return [result for trial in possible if (result := _result(out, trial, written)) is not None]
 
 
-def write(found: Sequence[Result], file: Path) -> None:
-    """Write one line per finished run."""
-    with replacing(file) as temporary:
-        write_csv(temporary, HEADER, [result.row() for result in found])
+def write(found: Sequence[Result], out: Path) -> None:
+    """Write one line per finished trial, and one per point of its curve."""
+    points = [
+        [*result.trial, f"{point.seconds:.2f}", f"{point.loss:.5f}"] for result in found for point in result.curve
+    ]
+    tables = {FILE: (HEADER, [result.row() for result in found]), CURVES: (CURVES_HEADER, points)}
+    for name, (header, rows) in tables.items():
+        with replacing(out / name) as temporary:
+            write_csv(temporary, header, rows)
 
 
 class Estimate(NamedTuple):
@@ -287,8 +329,8 @@ def _seeds(found: Sequence[Result], seeds: int) -> str:
 def summarise(datasets: Sequence[str], optimizers: Sequence[str], seeds: int, out: Path, console: Console) -> None:
     """Write ``quality.csv`` and ``quality.png`` of the finished runs, and print a table per data set and optimiser."""
     found = results(out)
-    write(found, out / "quality.csv")
-    files, panels = [out / "quality.csv"], {}
+    write(found, out)
+    files, panels = [out / FILE, out / CURVES], {}
     for dataset, optimizer in product(datasets, optimizers):
         groups = {
             sampler: [one for one in found if one.trial[:3] == (dataset, sampler, optimizer) and one.trial.seed < seeds]
@@ -297,7 +339,7 @@ def summarise(datasets: Sequence[str], optimizers: Sequence[str], seeds: int, ou
         title = f"{reproduce.DATASETS[dataset].title}, {optimizer}"
         console.print(table(title, groups, seeds))
         if any(groups.values()):
-            curves = {sampler: [one.run for one in group] for sampler, group in groups.items()}
+            curves = {sampler: [one.curve for one in group if one.curve] for sampler, group in groups.items()}
             panels[f"{title}\n{headline(groups)}"] = curves
     if panels:
         files.append(out / "quality.png")

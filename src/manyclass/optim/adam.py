@@ -72,7 +72,7 @@ class AdamW(AdamRows, torch.optim.AdamW):  # pyright: ignore[reportIncompatibleM
         **options: Any,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
-        self._set_default("rowwise", rowwise)
+        self._set_rowwise(rowwise)
 
 
 class Adam(AdamRows, torch.optim.Adam):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -104,4 +104,4 @@ class Adam(AdamRows, torch.optim.Adam):  # pyright: ignore[reportIncompatibleMet
         **options: Any,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
-        self._set_default("rowwise", rowwise)
+        self._set_rowwise(rowwise)

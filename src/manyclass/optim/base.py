@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .. import checks
 from . import lazy
 from .rows import RowUpdate, update_rows_
 
@@ -34,11 +35,11 @@ class Rows(Optimizer):
     _first: str | None = None
     _second: str | None = None
 
-    def _set_default(self, name: str, value: Any) -> None:
-        """Give all parameter groups an option that torch's constructor does not know."""
-        self.defaults[name] = value
+    def _set_rowwise(self, rowwise: bool) -> None:
+        """Give all parameter groups ``rowwise``, an option that torch's constructor does not know."""
+        self.defaults["rowwise"] = checks.boolean("rowwise", rowwise)
         for group in self.param_groups:
-            group.setdefault(name, value)
+            checks.boolean("rowwise", group.setdefault("rowwise", rowwise))
 
     def _init_group(self, group: Group, *lists: Any) -> Any:
         """Step the parameters that have sparse gradients; collect the others for torch, whose `step` calls this."""
@@ -51,7 +52,7 @@ class Rows(Optimizer):
         return super()._init_group({**group, "params": dense}, *lists)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _has_rows(self, parameter: Tensor) -> bool:
-        """Whether torch's dense path could not go on from the state: rows are incomplete, or share a number."""
+        """Whether torch's dense path cannot continue from the state: rows are incomplete, or share a second moment."""
         state = self.state.get(parameter, {})
         second = state.get(self._second)
         return lazy.ROW_STEP in state or (second is not None and second.shape != parameter.shape)
@@ -100,8 +101,8 @@ class Rows(Optimizer):
     def flush(self) -> None:
         """Complete the rows that still wait for momentum and weight decay, O(n·d).
 
-        Call it before you evaluate or export the weights. Training may go on after it. A checkpoint does not need it:
-        the state knows what each row waits for.
+        Call it before you evaluate or export the weights. Training can continue after it. A checkpoint does not need
+        it: the state knows what each row waits for.
         """
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from .. import samplers
 from ..train.atomic import replacing
 from . import page
 from .runs import Run
@@ -19,8 +20,6 @@ STEPS, SECONDS = "training steps", "training time (seconds)"
 LOSS = "held-out loss under the full softmax (nats)"
 NONE = "–"
 DIVERGED = "diverged"
-# Negatives of each example that `blocks` draws unless told otherwise.
-OWN = 32
 
 # As the shapes of `page`.
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -197,12 +196,13 @@ def _negatives(run: Run) -> str:
         return "all"
     settings = run.config["settings"]
     number = run.rows[-1]["num_samples"]
-    scope = settings.get("scope") or ("batch" if run.sampler == "blocks" else "example")
     if math.isnan(number):
         return NONE
+    kind = samplers.named(run.sampler) if run.sampler in samplers.names() else samplers.Sampler
+    scope, default = settings.get("scope") or kind.scope, samplers.options(kind).get("own")
     own = ""
-    if run.sampler == "blocks" and settings.get("tolerance") is None:  # else own negatives follow the shared ones
-        own = f"{settings.get('own') or OWN} each, "
+    if default and settings.get("tolerance") is None:  # else own negatives follow the shared ones
+        own = f"{settings.get('own') or default} each, "
     return f"{own}{number:.0f} {'shared' if scope == 'batch' else 'each'}"
 
 
