@@ -14,10 +14,12 @@ from rich.progress import Progress
 
 import manyclass as manyclass_package
 from manyclass import samplers
-from manyclass.bench import bias, draws, judges, optim, profiling, stalls, step, tensorflow_step, tree
+from manyclass.bench import bias, draws, judges, optim, profiling, settings, stalls, step, tensorflow_step, tree
 from manyclass.cli import demo
 from manyclass.samplers import blocks
+from manyclass.train import Run, training
 from manyclass.train.data import prepare_text, python_sources
+from manyclass.train.settings import LanguageSettings
 
 ROOT = Path(__file__).parent.parent
 
@@ -261,6 +263,31 @@ def test_bench_bias_catches_a_wrong_sampler(small_judges):
     assert abs(right.bias) < 0.02
     assert -0.5 < wrong.bias < -0.4  # all negatives count too little, the positive does not
     assert wrong.error > 5 * right.error
+
+
+def test_bench_settings(tmp_path, small_judges, monkeypatch):
+    monkeypatch.setattr(settings, "SETTINGS", settings.SETTINGS[:2])
+    text, folder = write_text(tmp_path, 24_000, 300), tmp_path / "words"
+    options = LanguageSettings(text=[text], sampler="unigram", features=8, steps=2, evaluations=1, out=folder)
+    training.train(training.prepare("lm", options))
+    console = Console(record=True, width=200)
+    settings.run(tmp_path, console, [folder])
+    rows = read_csv(tmp_path / "settings.csv")
+    assert [row["model"] for row in rows] == ["words"] * (2 + len(settings.SETTINGS))
+    assert [row["sampler"] for row in rows[:2]] == [bias.UNIFORM, bias.UNIGRAM]
+    assert [(int(row["own"]), int(row["pool"])) for row in rows[2:]] == [(s.own, s.pool) for s in settings.SETTINGS]
+    assert all(float(row["error"]) < 1e-5 for row in rows[2:])  # pools of all classes
+    assert float(rows[0]["error"]) > 1e-3
+    model, _, _ = training.load(Run(folder))
+    judge = settings.judge_of(folder)
+    assert torch.equal(judge.weight, model.head.weight)
+    batches = [judge.measured, *judge.others]
+    assert all(len(batch.query) == len(batch.target) == judges.EXAMPLES for batch in batches)
+    text = write_text(tmp_path, 500, 50)
+    small = LanguageSettings(text=[text], features=8, steps=1, batch=2, evaluations=1, out=tmp_path / "small")
+    training.train(training.prepare("lm", small))
+    with pytest.raises(ValueError, match="has too few examples: at least 512 are needed"):
+        settings.judge_of(tmp_path / "small")
 
 
 @pytest.mark.parametrize(("of_blocks", "error", "expected"), [(-0.019, 0.05, "PASS"), (-0.021, 0.051, "FAIL")])

@@ -92,14 +92,17 @@ def test_scores_that_are_not_finite_are_not_searched():
     """Below a top level of many nodes, the best of NaN once were nodes that did not exist."""
     classes, top, width = 4096, 64, 2
     blocks = 8 * top
-    mean, spread = torch.zeros(top + blocks, 1), torch.zeros(top + blocks)
-    mean[top:] = math.nan
-    tables = (mean, spread, torch.zeros(classes, 1), torch.zeros(0), torch.arange(classes, dtype=torch.int32))
+    nodes = top + blocks
+    mean, scale, spread = torch.ones(nodes, 32, dtype=torch.int8), torch.zeros(nodes), torch.zeros(nodes)
+    scale[top:] = math.nan
+    codes = (torch.zeros(classes, 32, dtype=torch.int8), torch.zeros(classes))
+    weights = (torch.zeros(classes, 1), torch.zeros(0))
+    tables = (mean, scale, spread, *codes, *weights, torch.arange(classes, dtype=torch.int32))
     values, ids, total, _ = native.best_classes(torch.ones(3, 1), *tables, 0, blocks, top, width, 5, False)
     assert total.isnan().all()
     assert values.isnan().all()
     assert (ids == 0).all()
-    spread[:] = -1.0
+    scale[:], spread[:] = 0.0, -1.0
     assert native.best_classes(torch.ones(3, 1), *tables, 0, blocks, top, width, 5, False)[2].isnan().all()
 
 

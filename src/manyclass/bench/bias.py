@@ -78,13 +78,13 @@ def run(out: Path, console: Console, texts: list[Path] | None, steps: int, epoch
     notes: list[str] = []
     with Progress(console=console) as progress:
         for judge in _judges(texts, steps, epochs, seed, progress):
-            full = _full_seconds(judge)
+            full = full_seconds(judge)
             alternatives = list(_alternatives(judge))
             for alternative in progress.track(alternatives, description=f"{judge.model}, {judge.prediction}"):
                 rows += measure(judge, alternative, full)
             notes.append(_note(judge, full))
     write_csv(out / "bias.csv", Row._fields, rows)
-    _print(rows, console)
+    show(rows, console)
     _plot(rows, out / "bias.png")
     for line in [
         *notes,
@@ -187,7 +187,7 @@ def _steps(parameters: Iterable[Tensor], loss: Callable[..., Tensor], batches: l
     return step
 
 
-def _full_seconds(judge: Judge) -> float:
+def full_seconds(judge: Judge) -> float:
     """Time a step of the full softmax."""
     weight = nn.Parameter(judge.weight.clone())
 
@@ -237,7 +237,8 @@ def _note(judge: Judge, full: float) -> str:
     )
 
 
-def _print(rows: list[Row], console: Console) -> None:
+def show(rows: list[Row], console: Console) -> None:
+    """Print a table."""
     table = Table(title="Sampled against full loss, and what a training step of the layer costs")
     texts = ("model", "prediction", "sampler")
     numbers = ("own", "pool", "bias (nats)", "error (nats)", "gradient error", "µs per example", "full / this")

@@ -91,6 +91,18 @@ def retrieval(
 
 
 @app.command()
+def settings(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of trained runs.")],
+    out: Out = Path("out"),
+    threads: Threads = None,
+) -> None:
+    """Error and cost of blocks with several settings, and of static pools, on models that you have trained."""
+    from ..bench import settings
+
+    settings.run(out, start(out, threads), runs)
+
+
+@app.command()
 def step(out: Out = Path("out"), threads: Threads = None) -> None:
     """Whole training steps of every output layer from 10⁴ to 8·10⁶ classes, and a profile. About 10 minutes."""
     from ..bench import step
