@@ -3,7 +3,7 @@
 from . import functional, kernels, optim, samplers
 from .clip import clip_grad_norm_
 from .diagnostics import Diagnostics
-from .head import FullSoftmax
+from .full import FullSoftmax
 from .ops import native_available
 from .sampled import SampledSoftmax
 

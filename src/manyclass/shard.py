@@ -42,6 +42,11 @@ class Shard:
         #: Number of processes that the classes are sharded over.
         self.ranks = 1
 
+    @property
+    def size(self) -> int:
+        """Number of classes of this shard."""
+        return self.last - self.first
+
     def part(self) -> Part:
         """The range of classes of this shard."""
         return Part(self.first, self.last, self.num_classes, self.ranks)
@@ -67,6 +72,10 @@ class Shard:
     def mean_rows(self, rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Average gradients of rows, sorted and distinct, over the processes that hold the same classes."""
         return rows, values
+
+    def sum_gradients(self, rows: Tensor) -> Tensor:
+        """Return embeddings that an encoder made, whose gradients shall become the sum over shards of an encoder's."""
+        return rows
 
     def sees_all_gradients(self) -> bool:
         """Whether `mean_rows` sees every row that gets a gradient anywhere."""

@@ -118,6 +118,12 @@ class RankShard(Shard):
             return rows, values
         return collectives.mean_rows(rows, values, self.replicas, "gradients of class weights")
 
+    def sum_gradients(self, rows: Tensor) -> Tensor:
+        """Multiply gradients by the number of shards: data parallelism averages those of an encoder over ranks."""
+        if rows.requires_grad:
+            rows.register_hook(lambda grad: grad * self.ranks)
+        return rows
+
     def sees_all_gradients(self) -> bool:
         """Always: other ranks that change these rows take part in `mean_rows`."""
         return True
