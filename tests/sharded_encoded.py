@@ -2,12 +2,13 @@
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from manyclass import FullSoftmax
+from manyclass import ArcFace, CosFace, Cosine, FullSoftmax
 from manyclass.distributed import ShardedSampledSoftmax, data_parallel
 
 N, D = 37, 5
@@ -85,6 +86,21 @@ def check_an_encoder_and_offsets_train_as_in_one_process(rank, ranks):
             sharded.bias_embedding.weight.copy_(single.bias_embedding.weight[sharded.shard.first : sharded.shard.last])
 
     trains_as_one_process(rank, ranks, same, classes=Tower(), bias=True)
+
+
+def check_cosines_with_a_margin_train_as_in_one_process(rank, ranks):
+    def same(sharded, single):
+        with torch.no_grad():
+            sharded.embedding.weight.copy_(single.embedding.weight[sharded.shard.first : sharded.shard.last])
+
+    torch.manual_seed(3)
+    trains_as_one_process(rank, ranks, same, cosine=Cosine(6, margin=ArcFace(0.4)))
+    trains_as_one_process(rank, ranks, same, cosine=Cosine(6, learn_scale=True))
+    trains_as_one_process(
+        rank, ranks, lambda sharded, single: None, cosine=Cosine(6, margin=CosFace(0.2)), classes=Tower()
+    )
+    with pytest.raises(ValueError, match="a margin with a learned scale cannot be sharded"):
+        ShardedSampledSoftmax(D, N, cosine=Cosine(6, learn_scale=True, margin=CosFace(0.2)))
 
 
 def check_a_checkpoint_of_a_cache_is_loaded(rank, ranks, folder):

@@ -1,12 +1,15 @@
 """Where class embeddings come from: a table of parameters, or a network that encodes classes."""
 
 import math
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import checks, functional, fused
+from . import checks, functional, fused, positives
+from .cosine import Cosine
 from .encoded import Cache, encode, evaluating, renumber
 from .fused import Exchange
 from .samplers import Draw
@@ -17,7 +20,7 @@ class ClassEmbeddings(nn.Module):
     """The embeddings of many classes, and their offsets.
 
     A table has parameters, and `weight` is their present value. An encoder makes embeddings when a training step needs
-    them, and `weight` is a cache of those that it made last.
+    them, and `weight` is a cache of those that it made last. So it is for a table whose embeddings are normalised.
 
     Args:
         in_features: size of an embedding, d.
@@ -28,13 +31,11 @@ class ClassEmbeddings(nn.Module):
         embedding: an ``nn.Embedding(num_classes, in_features)`` to use as the table.
         classes: instead of a table: a module that maps class ids ``(k,)`` to embeddings ``(k, in_features)``.
         chunk_size: how many classes ``classes`` encodes at a time.
+        cosine: normalise embeddings; logits are cosines times a scale.
         device: of the parameters.
         dtype: of the parameters; with ``classes``, of the cache.
         shard: the classes that this process holds.
     """
-
-    #: Whether a stale cache is encoded again where exact results need it, without being asked.
-    _automatic = False
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class ClassEmbeddings(nn.Module):
         embedding: nn.Embedding | None,
         classes: nn.Module | None,
         chunk_size: int,
+        cosine: Cosine | None,
         device: Any,
         dtype: torch.dtype | None,
         shard: Shard | None,
@@ -65,13 +67,15 @@ class ClassEmbeddings(nn.Module):
             raise TypeError(f"shard must be a manyclass.shard.Shard or None, got {shard!r}")
         self.shard = Shard(num_classes) if shard is None else shard
         self.tied = embedding is not None
-        if not isinstance(classes, nn.Module | None):
-            raise TypeError(f"classes must be an nn.Module that encodes class ids, or None, got {classes!r}")
         if self.tied and classes is not None:
             raise ValueError("give embedding or classes, not both: class embeddings have one source")
-        self.classes = classes
+        self.classes = checks.instance("classes", classes, nn.Module)
         self.embedding = self._embedding(embedding, device, dtype) if classes is None else None
-        self.cache = None if classes is None else Cache(self.shard.size, in_features, device, dtype)
+        self.cosine = checks.instance("cosine", cosine, Cosine)
+        if self._margin() is not None and (bias or prediction != "softmax"):
+            raise ValueError(f"a margin needs bias=False and prediction='softmax', got {bias} and {prediction!r}")
+        cached = classes is not None or cosine is not None
+        self.cache = Cache(self.shard.size, in_features, device, dtype) if cached else None
         self.bias_embedding = self._table(1, self.weight.device, self.weight.dtype) if bias else None
         self.reset_parameters()
 
@@ -104,7 +108,7 @@ class ClassEmbeddings(nn.Module):
     def weight(self) -> Tensor:
         """Class embeddings, shape ``(num_classes, in_features)``; of a shard, those of its classes.
 
-        With an encoder, those that it made last: `refresh` brings them up to date.
+        With an encoder or cosines, those that were made last: `refresh` brings them up to date.
         """
         if self.cache is not None:
             return self.cache.rows
@@ -130,40 +134,61 @@ class ClassEmbeddings(nn.Module):
     def _fresh_tables(self) -> Tables:
         """`_tables` for exact results: encodes all classes, or warns, if the cache is stale."""
         if self.cache is not None:
-            self.cache.ensure(self._known, self._sources(), self._automatic)
+            self.cache.ensure(self._known, self._sources(), self._automatic())
         return self._tables()
 
-    def _table_loss(self, query: Tensor, target: Tensor, draw: Draw, exchange: Exchange) -> tuple[Tensor, Tensor]:
-        """`fused.sampled_loss` with the present `weight`."""
-        options = {"prediction": self.prediction, "sparse": self.sparse, "exchange": exchange}
-        return fused.sampled_loss(query, *self._tables(), target, draw, **options)
+    def _scored(
+        self, query: Tensor, target: Tensor, draw: Draw, exchange: Exchange, encode: bool
+    ) -> tuple[Tensor, Tensor]:
+        """`fused.sampled_loss` with present embeddings, or, without ``encode``, with those in `weight`.
 
-    def _encoded_loss(self, query: Tensor, target: Tensor, draw: Draw, exchange: Exchange) -> tuple[Tensor, Tensor]:
-        """`fused.sampled_loss` with embeddings that the encoder makes now, of each class once."""
-        assert self.cache is not None
+        Embeddings that have to be made are made once for each class. Target ``(batch,)`` or ``(batch, k)``.
+        """
+        margin, plain = self._margin(), self.cache is None or not encode
+        if target.dim() == 1 and margin is None and plain:
+            options = {"prediction": self.prediction, "sparse": self.sparse, "exchange": exchange}
+            return fused.sampled_loss(query, *self._tables(), target, draw, **options)
         rows, target, draw = renumber(target, draw)
-        weight, offsets = self._made(rows), self._offsets()
-        self.cache.remember(rows, weight, self._learns())
+        weight, offsets = self._made(rows, exchange) if encode else self.weight[rows], self._offsets()
+        if self.cache is not None and encode:
+            # A table is read again after the optimiser's step, which costs little.
+            self.cache.remember(rows, None if self.classes is None else weight, self._learns())
         if offsets is not None:
             offsets = fused.select_rows(offsets, rows, self.sparse, exchange)
         weight = weight.to(query.dtype)
-        return fused.sampled_loss(query, weight, offsets, target, draw, prediction=self.prediction, sparse=False)
+        if target.dim() == 1 and margin is None:
+            return fused.sampled_loss(query, weight, offsets, target, draw, prediction=self.prediction, sparse=False)
+        options = {"prediction": self.prediction, "margin": margin}
+        return positives.sampled_loss(query, weight, offsets, target, draw, **options)
 
-    def _made(self, ids: Tensor) -> Tensor:
-        """Embeddings of classes of this process, ``ids (k,)``, with gradients of what they are made of."""
-        assert self.classes is not None
-        rows = encode(self.classes, ids + self.shard.first, self.in_features, self.chunk_size)
-        return self.shard.sum_gradients(rows)
+    def _made(self, ids: Tensor, exchange: Exchange | None = None) -> Tensor:
+        """Embeddings of classes of this process, ``ids (k,)`` sorted and distinct, with gradients."""
+        if self.embedding is not None:
+            rows = fused.select_rows(self.embedding.weight, ids, self.sparse, exchange)
+        else:
+            assert self.classes is not None
+            rows = encode(self.classes, ids + self.shard.first, self.in_features, self.chunk_size)
+            rows = self.shard.sum_gradients(rows)
+        return rows if self.cosine is None else F.normalize(rows, dim=-1)
 
     def _known(self, ids: Tensor) -> Tensor:
         """Embeddings of classes as for a prediction: without gradients, dropout and random numbers."""
-        assert self.classes is not None
-        with evaluating(self.classes):
+        with torch.no_grad(), nullcontext() if self.classes is None else evaluating(self.classes):
             return self._made(ids)
 
     def _sources(self) -> list[Tensor]:
         """All that class embeddings are made of."""
-        return [] if self.classes is None else [*self.classes.parameters(), *self.classes.buffers()]
+        source = self.embedding if self.classes is None else self.classes
+        assert source is not None
+        return [*source.parameters(), *source.buffers()]
+
+    def _margin(self) -> functional.Margin | None:
+        """What training does to the output of a target."""
+        return None if self.cosine is None or self.cosine.margin is None else self.cosine.shifted
+
+    def _automatic(self) -> bool:
+        """Whether exact results make a stale cache anew: where that costs no more than they do."""
+        return self.classes is None
 
     def _age(self) -> float:
         """Mean age of the embeddings in `weight`, in training steps."""

@@ -46,12 +46,11 @@ def encode(encoder: Encode, ids: Tensor, in_features: int, chunk_size: int) -> T
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Run without gradients and in evaluation mode, then restore the mode of every part of the module."""
+    """Run in evaluation mode, then restore the mode of every part of the module."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
-        with torch.no_grad():
-            yield
+        yield
     finally:
         for part, mode in modes:
             part.training = mode
@@ -102,16 +101,16 @@ class Cache(Counters):
         self.started, self.fresh = False, False
         #: Steps so far; where the sweep is, and the step when its present round began.
         self.steps, self.cursor, self.round_began = 0, 0, 0
-        self._waiting: tuple[Tensor, Tensor] | None = None
+        self._waiting: tuple[Tensor, Tensor | None] | None = None
         self._versions: tuple[int, ...] = ()
         self._warned = False
 
-    def remember(self, ids: Tensor, rows: Tensor, learns: bool) -> None:
+    def remember(self, ids: Tensor, rows: Tensor | None, learns: bool) -> None:
         """Keep the embeddings ``rows (k, in_features)`` of ``ids (k,)``, sorted and distinct, for the next step.
 
-        ``learns`` says whether the encoder may change after this step.
+        Without ``rows`` they are made when that step begins. ``learns`` says whether they may change after this step.
         """
-        self._waiting = ids, rows.detach()
+        self._waiting = ids, None if rows is None else rows.detach()
         self.fresh &= not learns
 
     @torch.no_grad()
@@ -124,20 +123,21 @@ class Cache(Counters):
         if not self.started:
             self.refresh(embed, parameters)
             return None
-        written = self.flush()
+        written = self.flush(embed)
         due = self._due(len(written) // SWEEP)
         if len(due):
             self._write(due, embed(due))
         return torch.cat([written, due])
 
-    def flush(self) -> Tensor:
+    @torch.no_grad()
+    def flush(self, embed: Encode) -> Tensor:
         """Write the rows that wait, and return their classes."""
         if self._waiting is None:
             return torch.empty(0, dtype=torch.long, device=self.rows.device)
         ids, rows = self._waiting
         self._waiting = None
         ids = ids.to(self.rows.device)  # the layer may have moved since
-        self._write(ids, rows)
+        self._write(ids, embed(ids) if rows is None else rows)
         return ids
 
     def _write(self, ids: Tensor, rows: Tensor) -> None:

@@ -16,8 +16,6 @@ class FullSoftmax(Head):
     every step encodes all classes.
     """
 
-    _automatic = True  # it costs what a training step costs
-
     def __init__(self, in_features: int, num_classes: int, **options: Any) -> None:
         super().__init__(in_features, num_classes, **options)
 
@@ -25,7 +23,10 @@ class FullSoftmax(Head):
         self, query: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None
     ) -> Tensor:
         tables = self._tables() if self.cache is None else self._all()
-        return self.shard.full_losses(query, target, tables, self.prediction)
+        return self.shard.full_losses(query, target, tables, self.prediction, self._margin())
+
+    def _automatic(self) -> bool:
+        return True  # it costs what a training step costs
 
     def _all(self) -> Tables:
         """Embeddings of all classes, with gradients."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from . import checks, functional
+from .cosine import Cosine
 from .embeddings import ClassEmbeddings
 from .shard import Shard, Tables
 
@@ -27,6 +28,7 @@ class Head(ClassEmbeddings):
         embedding: an ``nn.Embedding(num_classes, in_features)`` whose weight is used: tied input and output weights.
         classes: instead of a table: a module that maps class ids ``(k,)`` to embeddings ``(k, in_features)``.
         chunk_size: how many classes ``classes`` encodes at a time.
+        cosine: make logits cosines times a scale: a `Cosine`.
         device: of the parameters.
         dtype: of the parameters; with ``classes``, of the cache. Logits and losses are computed in float32 at least,
             also under autocast.
@@ -47,6 +49,7 @@ class Head(ClassEmbeddings):
         embedding: nn.Embedding | None = None,
         classes: nn.Module | None = None,
         chunk_size: int = 1024,
+        cosine: Cosine | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
         shard: Shard | None = None,
@@ -61,6 +64,7 @@ class Head(ClassEmbeddings):
             embedding=embedding,
             classes=classes,
             chunk_size=chunk_size,
+            cosine=cosine,
             device=device,
             dtype=dtype,
             shard=shard,
@@ -115,8 +119,10 @@ class Head(ClassEmbeddings):
         """Loss of each example in training: query ``(batch, in_features)``, target ``(batch,)`` → ``(batch,)``."""
         raise NotImplementedError
 
-    def _exact_losses(self, query: Tensor, target: Tensor, tables: Tables) -> Tensor:
-        return self.shard.exact_losses(query, target, tables, self.prediction)
+    def _exact_losses(
+        self, query: Tensor, target: Tensor, tables: Tables, margin: functional.Margin | None = None
+    ) -> Tensor:
+        return self.shard.exact_losses(query, target, tables, self.prediction, margin)
 
     def log_prob(self, input: Tensor) -> Tensor:
         """Log probability of every class, shape ``(*batch, num_classes)``. O(n·d) per example."""
@@ -150,7 +156,8 @@ class Head(ClassEmbeddings):
         checks.same_device("input", input, "weight", self.weight)
         checks.queries("input", input, self.in_features, validate=self.validate)
         if self.cache is not None:  # whose precision says nothing about that of the encoder
-            return input.to(torch.promote_types(input.dtype, torch.float32))
+            query = input.to(torch.promote_types(input.dtype, torch.float32))
+            return query if self.cosine is None else self.cosine(query)
         if input.dtype != self.weight.dtype and not torch.is_autocast_enabled(input.device.type):
             raise TypeError(f"input must have the dtype of weight, {self.weight.dtype}, got {input.dtype}")
         return input.to(torch.promote_types(self.weight.dtype, torch.float32))

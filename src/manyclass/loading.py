@@ -44,7 +44,7 @@ class Resumable(Head):
 def _before_saving(layer: Any, prefix: str, keep_vars: bool) -> None:
     """Write the embeddings of the last step to the cache."""
     if layer.cache is not None:
-        layer.follower.touch(layer.cache.flush(), layer.weight)
+        layer.follower.touch(layer.cache.flush(layer._known), layer.weight)
 
 
 def _before_loading(layer: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from . import checks, samplers
 from .budget import Budget
+from .cosine import Cosine
 from .counters import Counters
 from .diagnostics import DRAWS, MEASURED, Diagnostics, Measured, Monitor, measure
 from .head import full_precision
@@ -46,6 +47,7 @@ class SampledSoftmax(Counters, Resumable):
             `topk` read a cache of the last known embeddings, which `refresh` brings up to date.
         chunk_size: how many classes ``classes`` encodes at a time. The backward pass encodes each chunk again, so that
             activations of one chunk exist at a time.
+        cosine: a `Cosine`: logits are cosines times a scale, with a margin in training if it has one.
         device: of the parameters.
         dtype: of the parameters; with ``classes``, of the cache. Logits and losses are computed in float32 at least,
             also under autocast.
@@ -82,6 +84,7 @@ class SampledSoftmax(Counters, Resumable):
         embedding: nn.Embedding | None = None,
         classes: nn.Module | None = None,
         chunk_size: int = 1024,
+        cosine: Cosine | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
         shard: Shard | None = None,
@@ -100,6 +103,7 @@ class SampledSoftmax(Counters, Resumable):
             embedding=embedding,
             classes=classes,
             chunk_size=chunk_size,
+            cosine=cosine,
             device=device,
             dtype=dtype,
             shard=shard,
@@ -168,8 +172,7 @@ class SampledSoftmax(Counters, Resumable):
             if observe:
                 self.sampler.observe(seen.query)
                 self.monitor.sampled()
-        score = self._encoded_loss if encode and self.cache is not None else self._table_loss
-        loss, positive = score(examples.query, examples.target, draw, self._exchange)
+        loss, positive = self._scored(examples.query, examples.target, draw, self._exchange, encode)
         return self.shard.combine(loss, positive, examples.rows)
 
     def _exchange(self, rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,7 +242,7 @@ class SampledSoftmax(Counters, Resumable):
         with full_precision(query):
             found = measure(
                 query,
-                lambda query: self._exact_losses(query, target, self._tables()),
+                lambda query: self._exact_losses(query, target, self._tables(), self._margin()),
                 lambda query: self._sampled_losses(query, target, context, generator, encode=False),
                 draws,
             )

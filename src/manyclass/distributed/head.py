@@ -114,6 +114,9 @@ def _shard(
 ) -> RankShard:
     if options.get("embedding") is not None:
         raise ValueError("embedding must be None: tied weights cannot be sharded, since inputs need all rows")
+    cosine = options.get("cosine")
+    if cosine is not None and getattr(cosine, "margin", None) is not None and cosine.log_scale.requires_grad:
+        raise ValueError("a margin with a learned scale cannot be sharded: give Cosine a fixed scale, or no margin")
     return RankShard(num_classes, mesh, split, options.get("device"))
 
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import checks, functional
 from ..diagnostics import Measured
+from ..functional import Margin
 from ..samplers import Draw, Sampler
 from ..shard import Examples, Shard, Tables
 from . import collectives, stratum
@@ -134,10 +135,12 @@ class RankShard(Shard):
             return losses.sum() * (self.mesh.size() / max(1, self._examples))
         return super().reduce(losses, reduction)
 
-    def exact_losses(self, query: Tensor, target: Tensor, tables: Tables, prediction: str) -> Tensor:
+    def exact_losses(
+        self, query: Tensor, target: Tensor, tables: Tables, prediction: str, margin: Margin | None = None
+    ) -> Tensor:
         """Combine the shards to the exact losses of this rank's examples."""
         everyone, target, _, rows = self.gather(query, target, None)
-        return self._combine(stratum.exact(everyone, *tables, target, prediction, self.replicas), rows)
+        return self._combine(stratum.exact(everyone, *tables, target, prediction, margin, self.replicas), rows)
 
     full_losses = exact_losses
 
