@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import sharded_encoded
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -591,7 +592,12 @@ def check_checkpoint_is_loaded(rank, ranks, folder):
     assert torch.equal(head.weight, weights()[0][head.shard.first : head.shard.last])
 
 
-CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+CHECKS = [
+    value
+    for module in (globals(), vars(sharded_encoded))
+    for name, value in list(module.items())
+    if name.startswith("check_")
+]
 
 
 def run(rank: int, ranks: int, folder: str) -> None:

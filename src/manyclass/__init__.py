@@ -2,14 +2,18 @@
 
 from . import functional, kernels, optim, samplers
 from .clip import clip_grad_norm_
+from .cosine import ArcFace, CosFace, Cosine
 from .diagnostics import Diagnostics
-from .head import FullSoftmax
+from .full import FullSoftmax
 from .ops import native_available
 from .sampled import SampledSoftmax
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArcFace",
+    "CosFace",
+    "Cosine",
     "Diagnostics",
     "FullSoftmax",
     "SampledSoftmax",

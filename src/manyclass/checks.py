@@ -47,6 +47,13 @@ def boolean(name: str, value: object) -> bool:
     return value
 
 
+def instance(name: str, value: Any, kind: type) -> Any:
+    """Return ``value`` if it is an object of ``kind`` or None."""
+    if not isinstance(value, kind | None):
+        raise TypeError(f"{name} must be a {kind.__name__} or None, got {value!r}")
+    return value
+
+
 def number(name: str, value: object) -> float:
     """Return ``value`` if it is a finite real number."""
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -137,12 +144,14 @@ def indices(
     limit: int | None,
     *,
     batch_of: Tensor | None = None,
+    several: bool = False,
     ignore: int | None = None,
     validate: bool = True,
 ) -> Tensor:
     """Return ``value`` as int64 if it is an integer tensor with values in ``[0, limit)``, or ``ignore``.
 
-    With ``batch_of``, queries of shape ``(*batch, in_features)``, it must have shape ``(*batch)`` and their device.
+    With ``batch_of``, queries of shape ``(*batch, in_features)``, it must have their device and shape ``(*batch)``, or
+    ``(*batch, k)`` if there may be ``several``.
     Without ``validate`` values are not read.
     """
     dense(name, value)
@@ -151,8 +160,10 @@ def indices(
         raise TypeError(f"{name} must have an integer dtype, got {value.dtype}")
     if batch_of is not None:
         same_device(name, value, "the query", batch_of)
-        if value.shape != batch_of.shape[:-1]:
-            raise ValueError(f"{name} must have shape {tuple(batch_of.shape[:-1])}, got {tuple(value.shape)}")
+        batch = batch_of.shape[:-1]
+        if value.shape != batch and not (several and value.dim() == batch_of.dim() and value.shape[:-1] == batch):
+            others = f" or {(*batch, 'k')}" if several else ""
+            raise ValueError(f"{name} must have shape {tuple(batch)}{others}, got {tuple(value.shape)}")
     if not (validate and readable(value)):
         return value.long()
     value = with_values(name, value).long()

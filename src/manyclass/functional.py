@@ -3,7 +3,8 @@
 ``prediction`` selects p ∝ exp(o) (``"softmax"``) or p ∝ exp(|o|) (``"absolute"``, Section 3.3 of the paper) everywhere.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -13,15 +14,20 @@ from torch.utils.checkpoint import checkpoint
 
 from . import checks
 
-__all__ = ["full_softmax_loss", "log_partition", "log_prob", "sampled_softmax_loss", "topk"]
+__all__ = ["cosine_softmax_loss", "full_softmax_loss", "log_partition", "log_prob", "sampled_softmax_loss", "topk"]
 
 PREDICTIONS = ("softmax", "absolute")
 REDUCTIONS = ("none", "mean", "sum")
+
+#: Maps the output of a target to a smaller one.
+Margin = Callable[[Tensor], Tensor]
 
 # Logits that may exist at one time while all classes are scored: 64 MiB in float32.
 MAX_LOGITS = 1 << 24
 # Queries that are scored together; more would make the chunks of classes too thin for a fast matrix product.
 MAX_QUERIES = 4096
+# Stands for −inf where a sum over nothing else must have a finite gradient.
+LOWEST = -1e30
 
 
 def output(logits: Tensor, prediction: str = "softmax") -> Tensor:
@@ -78,27 +84,62 @@ def sampled_softmax_loss(
 def full_softmax_loss(
     query: Tensor,  # shape: (*batch, in_features)
     weight: Tensor,  # shape: (num_classes, in_features)
-    target: Tensor,  # shape: (*batch)
+    target: Tensor,  # shape: (*batch), or (*batch, k) padded with −1
     bias: Tensor | None = None,  # shape: (num_classes,)
     reduction: str = "mean",
     *,
     prediction: str = "softmax",
+    margin: Margin | None = None,
 ) -> Tensor:
     """Cross entropy of the softmax over all classes, ``log Σ_i exp(o_i) − o_y``.
 
     Equals ``F.linear_cross_entropy(query, weight, target)``, but never holds more than ``MAX_LOGITS`` logits, also
     when gradients are needed: chunks of classes are recomputed in the backward pass. O(num_classes · in_features).
 
+    Several targets of one example have one loss each, ``log(exp(o_y) + Σ_i exp(o_i)) − o_y``, where the sum leaves out
+    all of its targets. A ``margin`` maps ``o_y`` to what takes its place in both terms.
+
     Shape:
-        - Output: scalar, or ``(*batch)`` if ``reduction="none"``.
+        - Output: scalar, or the shape of ``target`` if ``reduction="none"``, with 0 for padding.
     """
     _check_arguments(query, weight, bias, prediction)
-    target = checks.indices("target", target, len(weight), batch_of=query)
-    positive = (query * weight[target].to(query.dtype)).sum(dim=-1)
-    if bias is not None:
-        positive = positive + bias[target].to(query.dtype)
-    log_z = log_partition(query, weight, bias, prediction=prediction)
-    return reduce(log_z - output(positive, prediction), reduction)
+    several = isinstance(target, Tensor) and target.dim() == query.dim()
+    target = checks.indices(
+        "target", target, len(weight), batch_of=query, several=several, ignore=-1 if several else None
+    )
+    labels = target if several else target.unsqueeze(-1)
+    positive = positive_outputs(query, weight, bias, labels, prediction)
+    if margin is None and not several:
+        return reduce(log_partition(query, weight, bias, prediction=prediction) - positive.squeeze(-1), reduction)
+    positive = positive if margin is None else margin(positive)
+    rest = log_partition(query, weight, bias, prediction=prediction, exclude=labels).unsqueeze(-1)
+    losses = F.softplus(rest - positive, threshold=50.0).where(labels >= 0, 0.0)
+    return losses.reshape(target.shape) if reduction == "none" else reduce(losses[labels >= 0], reduction)
+
+
+def cosine_softmax_loss(
+    query: Tensor,  # shape: (*batch, in_features)
+    weight: Tensor,  # shape: (num_classes, in_features)
+    target: Tensor,  # shape: (*batch), or (*batch, k) padded with −1
+    scale: float | Tensor,
+    reduction: str = "mean",
+    *,
+    margin: Margin | None = None,
+) -> Tensor:
+    """`full_softmax_loss` of the logits ``scale · cos(query, class)``; ``margin`` maps the cosine of a target.
+
+    What a layer with ``cosine=Cosine(scale, margin=…)`` estimates in training.
+    """
+    _check_arguments(query, weight, None, "softmax")
+    shifted = None if margin is None else lambda logits: margin(logits / scale) * scale
+    query, weight = F.normalize(query, dim=-1) * scale, F.normalize(weight, dim=-1)
+    return full_softmax_loss(query, weight, target, None, reduction, margin=shifted)
+
+
+def positive_outputs(query: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, prediction: str) -> Tensor:
+    """Outputs of the classes ``labels (*batch, k)`` for queries ``(*batch, in_features)``; −1 stands for any class."""
+    positive = (query.unsqueeze(-2) * weight[labels].to(query.dtype)).sum(dim=-1)
+    return output(positive if bias is None else positive + bias[labels].to(query.dtype), prediction)
 
 
 def log_partition(
@@ -107,22 +148,29 @@ def log_partition(
     bias: Tensor | None = None,  # shape: (num_classes,)
     *,
     prediction: str = "softmax",
+    exclude: Tensor | None = None,  # shape: (*batch, k), −1 for none
 ) -> Tensor:
-    """Log of the partition function, ``log Σ_i exp(o_i)``, in chunks of bounded memory. Returns shape ``(*batch)``."""
+    """Log of the partition function, ``log Σ_i exp(o_i)``, in chunks of bounded memory. Returns shape ``(*batch)``.
+
+    The sum leaves out the classes in ``exclude``.
+    """
     _check_arguments(query, weight, bias, prediction)
 
-    def part(query: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return output(linear(query, weight, bias), prediction).logsumexp(dim=-1)
+    def part(query: Tensor, weight: Tensor, bias: Tensor | None, hidden: Tensor | None) -> Tensor:
+        outputs = output(linear(query, weight, bias), prediction)
+        if hidden is not None:  # one more column takes what is in other chunks
+            place = hidden.where((hidden >= 0) & (hidden < len(weight)), len(weight))
+            outputs = F.pad(outputs, (0, 1)).scatter(-1, place, LOWEST)[:, :-1]
+        return outputs.logsumexp(dim=-1)
 
-    result = []
-    for rows in _query_chunks(query):
+    result, queries = [], _query_chunks(query)
+    excluded = [None] * len(queries) if exclude is None else _query_chunks(exclude)
+    for rows, hidden in zip(queries, excluded, strict=True):
         chunks = _class_chunks(rows.shape[0], weight, bias)
-        if len(chunks) == 1:
-            result.append(part(rows, weight, bias))
-        else:
-            # Recomputing a chunk in the backward pass is what bounds the memory when gradients are needed.
-            parts = [cast(Tensor, checkpoint(part, rows, w, b, use_reentrant=False)) for w, b in chunks]
-            result.append(torch.stack(parts).logsumexp(dim=0))
+        # Recomputing a chunk in the backward pass is what bounds the memory when gradients are needed.
+        run = part if len(chunks) == 1 else partial(checkpoint, part, use_reentrant=False)
+        parts = [run(rows, w, b, None if hidden is None else hidden - first) for first, w, b in chunks]
+        result.append(torch.stack(cast(list[Tensor], parts)).logsumexp(dim=0))
     return torch.cat(result).reshape(query.shape[:-1])
 
 
@@ -146,14 +194,12 @@ def topk(
     for rows in _query_chunks(query):
         best = rows.new_empty(rows.shape[0], 0)
         best_ids = torch.empty(rows.shape[0], 0, dtype=torch.long, device=rows.device)
-        first = 0
-        for w, b in _class_chunks(rows.shape[0], weight, bias):
+        for first, w, b in _class_chunks(rows.shape[0], weight, bias):
             logits = output(linear(rows, w, b), prediction)
             value, position = logits.topk(min(k, logits.shape[-1]), dim=-1)
             best, best_ids = torch.cat([best, value], dim=-1), torch.cat([best_ids, position + first], dim=-1)
             best, position = best.topk(min(k, best.shape[-1]), dim=-1)
             best_ids = best_ids.gather(-1, position)
-            first += w.shape[0]
         values.append(best)
         ids.append(best_ids)
     shape = (*query.shape[:-1], k)
@@ -186,18 +232,19 @@ def linear(query: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(query, weight.to(query.dtype), None if bias is None else bias.to(query.dtype))
 
 
-def _query_chunks(query: Tensor) -> Iterable[Tensor]:
+def _query_chunks(query: Tensor) -> Sequence[Tensor]:
     rows = query.reshape(-1, query.shape[-1])
     return [rows] if torch.compiler.is_exporting() else rows.split(MAX_QUERIES)
 
 
-def _class_chunks(num_queries: int, weight: Tensor, bias: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
-    """Split the classes so that ``num_queries`` × chunk stays within ``MAX_LOGITS``.
+def _class_chunks(num_queries: int, weight: Tensor, bias: Tensor | None) -> list[tuple[int, Tensor, Tensor | None]]:
+    """Split the classes so that ``num_queries`` × chunk stays within ``MAX_LOGITS``; each with its first class.
 
     An exported graph takes any number of queries, so it does not split.
     """
     if torch.compiler.is_exporting():
-        return [(weight, bias)]
+        return [(0, weight, bias)]
     size = max(1, MAX_LOGITS // max(1, num_queries))
     weights = weight.split(size)
-    return list(zip(weights, [None] * len(weights) if bias is None else bias.split(size), strict=True))
+    offsets = [None] * len(weights) if bias is None else bias.split(size)
+    return list(zip(range(0, len(weight), size), weights, offsets, strict=True))

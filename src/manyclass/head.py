@@ -1,16 +1,17 @@
 """An output layer: class weights, the loss, and what is exact about it. The loss of training is a hook."""
 
-import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import checks, functional
+from .cosine import Cosine
+from .embeddings import ClassEmbeddings
 from .shard import Shard, Tables
 
 
-class Head(nn.Module):
+class Head(ClassEmbeddings):
     """A linear layer and its cross entropy over many classes.
 
     In ``eval()`` `forward` returns the exact loss over all classes. In training it returns what a subclass finds:
@@ -25,8 +26,12 @@ class Head(nn.Module):
         reduction: ``"mean"`` over the targets that are not ignored, ``"sum"`` or ``"none"``.
         ignore_index: a target to leave out. If all are left out, or the batch is empty, the loss is 0.
         embedding: an ``nn.Embedding(num_classes, in_features)`` whose weight is used: tied input and output weights.
+        classes: instead of a table: a module that maps class ids ``(k,)`` to embeddings ``(k, in_features)``.
+        chunk_size: how many classes ``classes`` encodes at a time.
+        cosine: make logits cosines times a scale: a `Cosine`.
         device: of the parameters.
-        dtype: of the parameters. Logits and losses are computed in float32 at least, also under autocast.
+        dtype: of the parameters; with ``classes``, of the cache. Logits and losses are computed in float32 at least,
+            also under autocast.
         shard: the classes that this process holds; default: all of them.
         validate: whether to check the values of arguments. On devices other than the CPU the host has to wait for that.
     """
@@ -42,66 +47,31 @@ class Head(nn.Module):
         reduction: str = "mean",
         ignore_index: int = -100,
         embedding: nn.Embedding | None = None,
+        classes: nn.Module | None = None,
+        chunk_size: int = 1024,
+        cosine: Cosine | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
         shard: Shard | None = None,
         validate: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(
+            in_features,
+            num_classes,
+            prediction=prediction,
+            bias=bias,
+            sparse=sparse,
+            embedding=embedding,
+            classes=classes,
+            chunk_size=chunk_size,
+            cosine=cosine,
+            device=device,
+            dtype=dtype,
+            shard=shard,
+        )
         self.validate = checks.boolean("validate", validate)
-        self.in_features = checks.positive_int("in_features", in_features)
-        self.num_classes = checks.positive_int("num_classes", num_classes, 2)
-        self.prediction = checks.one_of("prediction", prediction, functional.PREDICTIONS)
         self.reduction = checks.one_of("reduction", reduction, functional.REDUCTIONS)
-        self.sparse = checks.boolean("sparse", sparse)
         self.ignore_index = checks.integer("ignore_index", ignore_index)
-        checks.boolean("bias", bias)
-        if dtype is not None and dtype not in checks.FLOATING:
-            raise TypeError(f"dtype must be a floating point dtype of 16, 32 or 64 bits, got {dtype!r}")
-        device = checks.device("device", device)
-        if not isinstance(shard, Shard | None):
-            raise TypeError(f"shard must be a manyclass.shard.Shard or None, got {shard!r}")
-        self.shard = Shard(num_classes) if shard is None else shard
-        self.tied = embedding is not None
-        if embedding is None:
-            embedding = self._table(in_features, device, dtype)
-        elif not isinstance(embedding, nn.Embedding):
-            raise TypeError(f"embedding must be an nn.Embedding or None, got {type(embedding).__name__}")
-        elif tuple(embedding.weight.shape) != (num_classes, in_features):
-            raise ValueError(
-                f"embedding must have shape ({num_classes}, {in_features}), got {tuple(embedding.weight.shape)}"
-            )
-        elif embedding.sparse != sparse:
-            raise ValueError(f"sparse={sparse} but embedding.sparse={embedding.sparse}; both must be the same")
-        self.embedding = embedding
-        weight = embedding.weight
-        self.bias_embedding = self._table(1, weight.device, weight.dtype) if bias else None
-        self.reset_parameters()
-
-    def _table(self, columns: int, device: Any, dtype: torch.dtype | None) -> nn.Embedding:
-        """Parameters belong to nn.Embedding modules: DistributedDataParallel expects sparse gradients only there."""
-        rows = self.shard.last - self.shard.first
-        made = nn.utils.skip_init(nn.Embedding, rows, columns, sparse=self.sparse, device=device, dtype=dtype)
-        return cast(nn.Embedding, made)
-
-    def reset_parameters(self) -> None:
-        """Draw the parameters as `torch.nn.Linear` does; tied weights stay as they are."""
-        own = [None if self.tied else self.embedding, self.bias_embedding]
-        parameters = [table.weight for table in own if table is not None]
-        self.shard.initialise(cast(list[nn.Parameter], parameters), 1 / math.sqrt(self.in_features))
-
-    @property
-    def weight(self) -> nn.Parameter:
-        """Class embeddings, shape ``(num_classes, in_features)``; of a shard, those of its classes."""
-        return self.embedding.weight  # pyright: ignore[reportReturnType]
-
-    @property
-    def bias(self) -> Tensor | None:
-        """Offsets per class, shape ``(num_classes,)``: a view of the parameter ``bias_embedding.weight``."""
-        return None if self.bias_embedding is None else self.bias_embedding.weight.squeeze(-1)
-
-    def _tables(self) -> Tables:
-        return self.weight, None if self.bias_embedding is None else self.bias_embedding.weight
 
     def forward(
         self,
@@ -138,7 +108,7 @@ class Head(nn.Module):
             if self.training:
                 losses = self._training_losses(query, labels, context, generator)
             else:
-                losses = self._exact_losses(query, labels)
+                losses = self._exact_losses(query, labels, self._fresh_tables())
         if self.reduction == "none":
             return losses.new_zeros(target.numel()).index_copy(0, kept, losses).reshape(target.shape)
         return self.shard.reduce(losses, self.reduction)
@@ -149,14 +119,16 @@ class Head(nn.Module):
         """Loss of each example in training: query ``(batch, in_features)``, target ``(batch,)`` → ``(batch,)``."""
         raise NotImplementedError
 
-    def _exact_losses(self, query: Tensor, target: Tensor) -> Tensor:
-        return self.shard.exact_losses(query, target, self._tables(), self.prediction)
+    def _exact_losses(
+        self, query: Tensor, target: Tensor, tables: Tables, margin: functional.Margin | None = None
+    ) -> Tensor:
+        return self.shard.exact_losses(query, target, tables, self.prediction, margin)
 
     def log_prob(self, input: Tensor) -> Tensor:
         """Log probability of every class, shape ``(*batch, num_classes)``. O(n·d) per example."""
         query = self._check_input(input)
         with full_precision(query):
-            return self.shard.log_prob(query, self._tables(), self.prediction)
+            return self.shard.log_prob(query, self._fresh_tables(), self.prediction)
 
     @torch.no_grad()
     def topk(self, input: Tensor, k: int, *, probe: int | None = None) -> tuple[Tensor, Tensor]:
@@ -171,7 +143,7 @@ class Head(nn.Module):
             raise ValueError(f"k must be at most num_classes = {self.num_classes}, got {k}")
         query = self._check_input(input)
         with full_precision(query):
-            return self.shard.topk(query, self._tables(), k, self.prediction)
+            return self.shard.topk(query, self._fresh_tables(), k, self.prediction)
 
     @torch.no_grad()
     def predict(self, input: Tensor) -> Tensor:
@@ -183,6 +155,9 @@ class Head(nn.Module):
         checks.floating("input", input)
         checks.same_device("input", input, "weight", self.weight)
         checks.queries("input", input, self.in_features, validate=self.validate)
+        if self.cache is not None:  # whose precision says nothing about that of the encoder
+            query = input.to(torch.promote_types(input.dtype, torch.float32))
+            return query if self.cosine is None else self.cosine(query)
         if input.dtype != self.weight.dtype and not torch.is_autocast_enabled(input.device.type):
             raise TypeError(f"input must have the dtype of weight, {self.weight.dtype}, got {input.dtype}")
         return input.to(torch.promote_types(self.weight.dtype, torch.float32))
@@ -193,21 +168,6 @@ class Head(nn.Module):
             f"in_features={self.in_features}, num_classes={self.num_classes}, prediction={self.prediction!r}, "
             f"bias={self.bias_embedding is not None}, sparse={self.sparse}, reduction={self.reduction!r}"
         )
-
-
-class FullSoftmax(Head):
-    """The exact loss over all classes in training, too: what sampling is measured against. Cost O(n·d) per example.
-
-    Takes the arguments of `SampledSoftmax` that have nothing to do with sampling. Gradients are dense.
-    """
-
-    def __init__(self, in_features: int, num_classes: int, **options: Any) -> None:
-        super().__init__(in_features, num_classes, **options)
-
-    def _training_losses(
-        self, query: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None
-    ) -> Tensor:
-        return self.shard.full_losses(query, target, self._tables(), self.prediction)
 
 
 def full_precision(query: Tensor) -> torch.autocast:

@@ -41,6 +41,13 @@ class Follower:
         if sum(map(len, self.touched)) > 1 << 20:
             self.touched = [torch.cat(self.touched).unique()]
 
+    def told(self, rows: Tensor | None, weight: Tensor) -> None:
+        """Record that ``rows`` of ``weight`` changed; None for all of them."""
+        if rows is None:
+            self.touched = None
+        else:
+            self.touch(rows, weight)
+
     def follow(self, sampler: Sampler, weight: Tensor, bias: Tensor | None, step: int, tracked: bool) -> bool:
         """Update the sampler if the weights changed, and return whether they did.
 

@@ -6,17 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import checks, fused, samplers
+from . import checks, samplers
 from .budget import Budget
+from .cosine import Cosine
 from .counters import Counters
 from .diagnostics import DRAWS, MEASURED, Diagnostics, Measured, Monitor, measure
-from .head import Head, full_precision
-from .loading import after_loading, before_loading
-from .refresh import ALL_ROWS, Follower
+from .head import full_precision
+from .loading import Resumable
+from .refresh import Follower
 from .shard import Shard
 
 
-class SampledSoftmax(Counters, Head):
+class SampledSoftmax(Counters, Resumable):
     """A linear layer and its cross entropy over many classes, trained on a sample of them.
 
     In training, `forward` returns the sampled softmax loss with corrected logits (eq. 2 of the paper): each example
@@ -41,8 +42,15 @@ class SampledSoftmax(Counters, Head):
         ignore_index: a target to leave out. If all are left out, or the batch is empty, the loss is 0.
         embedding: an ``nn.Embedding(num_classes, in_features)`` whose weight is used: tied input and output weights.
             Its ``sparse`` must equal ``sparse``.
+        classes: instead of a table: a module that maps class ids ``(k,)`` to embeddings ``(k, in_features)``, such as
+            an item tower. A step encodes its targets and negatives, each once. The sampler, ``eval()``, `log_prob` and
+            `topk` read a cache of the last known embeddings, which `refresh` brings up to date.
+        chunk_size: how many classes ``classes`` encodes at a time. The backward pass encodes each chunk again, so that
+            activations of one chunk exist at a time.
+        cosine: a `Cosine`: logits are cosines times a scale, with a margin in training if it has one.
         device: of the parameters.
-        dtype: of the parameters. Logits and losses are computed in float32 at least, also under autocast.
+        dtype: of the parameters; with ``classes``, of the cache. Logits and losses are computed in float32 at least,
+            also under autocast.
         shard: the classes that this process holds; default: all of them.
         validate: whether to check the values of arguments. On devices other than the CPU the host has to wait for that.
         sampler_options: options of a sampler given by name or class; `samplers.options` lists them.
@@ -74,6 +82,9 @@ class SampledSoftmax(Counters, Head):
         reduction: str = "mean",
         ignore_index: int = -100,
         embedding: nn.Embedding | None = None,
+        classes: nn.Module | None = None,
+        chunk_size: int = 1024,
+        cosine: Cosine | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
         shard: Shard | None = None,
@@ -90,6 +101,9 @@ class SampledSoftmax(Counters, Head):
             reduction=reduction,
             ignore_index=ignore_index,
             embedding=embedding,
+            classes=classes,
+            chunk_size=chunk_size,
+            cosine=cosine,
             device=device,
             dtype=dtype,
             shard=shard,
@@ -104,8 +118,7 @@ class SampledSoftmax(Counters, Head):
         self.step = 0
         self.follower = Follower()
         self.monitor = Monitor()
-        self.register_load_state_dict_pre_hook(before_loading)
-        self.register_load_state_dict_post_hook(after_loading)
+        self._install_hooks()
 
     @property
     def num_samples(self) -> int:
@@ -133,6 +146,8 @@ class SampledSoftmax(Counters, Head):
     def _begin_step(self, query: Tensor, target: Tensor, context: Tensor | None) -> None:
         """Bring the sampler and the number of negatives up to date, and remember the batch."""
         self.monitor.begin(query.detach(), target, context)
+        if self.cache is not None:
+            self.follower.told(self.cache.advance(self._known, self._sources()), self.weight)
         changed = self.follower.follow(self.sampler, self.weight, self.bias, self.step, self._tracked())
         self.step += 1
         if self.tolerance is not None and self.shard.total(int(changed)):  # all ranks measure, or none
@@ -140,9 +155,16 @@ class SampledSoftmax(Counters, Head):
             self.budget.adapt(self.sampler, self._measure, self.step, batch, self.num_classes)
 
     def _sampled_losses(
-        self, query: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None, observe: bool
+        self,
+        query: Tensor,
+        target: Tensor,
+        context: Tensor | None,
+        generator: torch.Generator | None,
+        *,
+        observe: bool = False,
+        encode: bool = True,
     ) -> Tensor:
-        """Losses ``(batch,)`` with negatives that are drawn now."""
+        """Losses ``(batch,)`` with negatives that are drawn now; ``encode=False`` takes embeddings from the cache."""
         examples = self.shard.gather(query, target, context)
         with torch.no_grad():
             seen = examples._replace(query=examples.query.detach())
@@ -150,15 +172,7 @@ class SampledSoftmax(Counters, Head):
             if observe:
                 self.sampler.observe(seen.query)
                 self.monitor.sampled()
-        loss, positive = fused.sampled_loss(
-            examples.query,
-            *self._tables(),
-            examples.target,
-            draw,
-            prediction=self.prediction,
-            sparse=self.sparse,
-            exchange=self._exchange,
-        )
+        loss, positive = self._scored(examples.query, examples.target, draw, self._exchange, encode)
         return self.shard.combine(loss, positive, examples.rows)
 
     def _exchange(self, rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,14 +182,17 @@ class SampledSoftmax(Counters, Head):
 
     def _tracked(self) -> bool:
         """Whether only rows that get a gradient here can change."""
+        if self.cache is not None and self.bias_embedding is None:
+            return True
         return self.sparse and not self.tied and self.shard.sees_all_gradients()
 
     def refresh(self) -> None:
         """Bring all statistics of an adaptive sampler up to date with the class weights, O(n·d·log n).
 
-        Training does this in passing. Call it after you have changed weights yourself, or once before serving with
-        ``topk(…, probe=…)``.
+        With ``classes`` it first encodes all classes. Training does both in passing. Call it after you have changed
+        weights yourself, once before serving with ``topk(…, probe=…)``, and with ``classes`` before evaluation.
         """
+        super().refresh()
         self.follower.refresh(self.sampler, self.weight, self.bias)
 
     @torch.no_grad()
@@ -213,34 +230,20 @@ class SampledSoftmax(Counters, Head):
         return self._measure(examples, DRAWS).diagnostics(
             own=self.shard.total(own) if pool else own,
             pool=pool if self.sampler.replacement else min(pool, self.num_classes),
-            stale_steps=self.follower.behind + self.sampler.staleness(),
+            stale_steps=self.follower.behind + self.sampler.staleness() + self._age(),
             sampling_share=self.monitor.share,
         )
 
     def _measure(self, examples: int, draws: int) -> Measured:
-        """Sampled against exact losses of some examples of the last batch."""
+        """Sampled against exact losses of some examples of the last batch, with embeddings from the cache, if any."""
         query, target, context = self.monitor.some(math.ceil(examples / self.shard.ranks))
         generator = torch.Generator(query.device).manual_seed(self.step)  # not that of training
         self.sampler.attach(self.weight, self.bias)
         with full_precision(query):
             found = measure(
                 query,
-                lambda query: self._exact_losses(query, target),
-                lambda query: self._sampled_losses(query, target, context, generator, observe=False),
+                lambda query: self._exact_losses(query, target, self._tables(), self._margin()),
+                lambda query: self._sampled_losses(query, target, context, generator, encode=False),
                 draws,
             )
         return self.shard.gather_measured(found)
-
-    def get_extra_state(self) -> Tensor:
-        """Rows whose statistics wait for a refresh, so that a checkpoint resumes exactly; (−1,) for all of them.
-
-        Statistics that are stale and not in the checkpoint are rebuilt in the next step, both here and where the
-        checkpoint is loaded, so both continue with the same statistics.
-        """
-        if self.sampler.derived and self.follower.behind:
-            self.follower.touched = None
-        return self.follower.state(self.weight.device)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Restore the rows of `get_extra_state`."""
-        self.follower.load_state(ALL_ROWS if self.sampler.derived else state, self.weight.device)

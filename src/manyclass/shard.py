@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from . import functional
 from .diagnostics import Measured
+from .functional import Margin
 from .samplers import Draw, Part, Sampler
 
 #: Class weights, shape ``(classes of the shard, in_features)``, and offsets, shape ``(classes of the shard, 1)``.
@@ -42,6 +43,11 @@ class Shard:
         #: Number of processes that the classes are sharded over.
         self.ranks = 1
 
+    @property
+    def size(self) -> int:
+        """Number of classes of this shard."""
+        return self.last - self.first
+
     def part(self) -> Part:
         """The range of classes of this shard."""
         return Part(self.first, self.last, self.num_classes, self.ranks)
@@ -68,6 +74,10 @@ class Shard:
         """Average gradients of rows, sorted and distinct, over the processes that hold the same classes."""
         return rows, values
 
+    def sum_gradients(self, rows: Tensor) -> Tensor:
+        """Return embeddings that an encoder made, whose gradients shall become the sum over shards of an encoder's."""
+        return rows
+
     def sees_all_gradients(self) -> bool:
         """Whether `mean_rows` sees every row that gets a gradient anywhere."""
         return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
@@ -76,13 +86,19 @@ class Shard:
         """Reduce the losses of this process's examples."""
         return functional.reduce(losses, reduction)
 
-    def exact_losses(self, query: Tensor, target: Tensor, tables: Tables, prediction: str) -> Tensor:
-        """Compute the loss over all classes of each example: query ``(batch, in_features)`` → ``(batch,)``."""
-        weight, bias = _flat(tables)
-        return functional.full_softmax_loss(query, weight, target, bias, "none", prediction=prediction)
+    def exact_losses(
+        self, query: Tensor, target: Tensor, tables: Tables, prediction: str, margin: Margin | None = None
+    ) -> Tensor:
+        """Compute the loss over all classes of each target: query ``(batch, in_features)`` → shape of ``target``."""
+        (weight, bias), options = _flat(tables), {"prediction": prediction, "margin": margin}
+        return functional.full_softmax_loss(query, weight, target, bias, "none", **options)
 
-    def full_losses(self, query: Tensor, target: Tensor, tables: Tables, prediction: str) -> Tensor:
+    def full_losses(
+        self, query: Tensor, target: Tensor, tables: Tables, prediction: str, margin: Margin | None = None
+    ) -> Tensor:
         """`exact_losses` with all logits in memory at once: faster where they fit."""
+        if margin is not None or target.dim() == 2:
+            return self.exact_losses(query, target, tables, prediction, margin)
         logits = functional.output(functional.linear(query, *_flat(tables)), prediction)
         return F.cross_entropy(logits, target, reduction="none")
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import samplers
-from ..head import FullSoftmax
+from ..full import FullSoftmax
 from ..sampled import SampledSoftmax
 from . import state
 from .shard import RankShard
@@ -20,7 +20,9 @@ class ShardedSampledSoftmax(SampledSoftmax):
     ranks have to take part in every call and in every backward pass.
 
     The loss is that of this rank's examples. Gradients of the queries are those of this rank's loss; gradients of the
-    class weights are the mean over ranks, which is what `DistributedDataParallel` makes of all other gradients. With
+    class weights are the mean over ranks, which is what `DistributedDataParallel` makes of all other gradients. An
+    encoder (``classes``) exists on every rank and encodes this rank's classes. Its gradients have to be averaged over
+    ranks, so it must be in what `data_parallel` wraps. With
     ``reduction="mean"`` the mean over ranks of the losses is the mean over the examples of all ranks, also if some
     ranks have more examples than others.
 
@@ -63,13 +65,17 @@ class ShardedSampledSoftmax(SampledSoftmax):
 
     def shard_state(self) -> dict[str, Any]:
         """Return what `state_dict` leaves out, this rank's sampler, to resume exactly on the same number of ranks."""
-        return {"layout": self._layout(), "sampler": self.sampler.state_dict(), "touched": self.get_extra_state()}
+        sweep = None if self.cache is None else (self.cache.cursor, self.cache.round_began)
+        state = {"sampler": self.sampler.state_dict(), "touched": self.get_extra_state(), "sweep": sweep}
+        return {"layout": self._layout(), **state}
 
     def load_shard_state(self, found: dict[str, Any]) -> None:
         """Restore `shard_state`, after `load_state_dict`. A state of another number of ranks is ignored."""
         if found["layout"] == self._layout():
             self.sampler.load_state_dict(found["sampler"])
             self.set_extra_state(found["touched"])
+            if self.cache is not None:
+                self.cache.cursor, self.cache.round_began = found["sweep"]
 
     def _layout(self) -> list[int]:
         return [self.shard.first, self.shard.last, self.num_classes]
@@ -108,6 +114,9 @@ def _shard(
 ) -> RankShard:
     if options.get("embedding") is not None:
         raise ValueError("embedding must be None: tied weights cannot be sharded, since inputs need all rows")
+    cosine = options.get("cosine")
+    if cosine is not None and getattr(cosine, "margin", None) is not None and cosine.log_scale.requires_grad:
+        raise ValueError("a margin with a learned scale cannot be sharded: give Cosine a fixed scale, or no margin")
     return RankShard(num_classes, mesh, split, options.get("device"))
 
 

@@ -24,9 +24,9 @@ def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
     ignored = []
     for prefix, layer in model.named_modules():
         if isinstance(layer, SampledSoftmax):
-            names = [name for name, _ in layer.named_buffers()]
+            names = [name for name, _ in layer.named_buffers() if not name.startswith("classes.")]
             if isinstance(layer, ShardedSampledSoftmax):
-                names += [name for name, _ in layer.named_parameters()]
+                names += [name for name, parameter in layer.named_parameters() if hasattr(parameter, "shard_group")]
             ignored += [f"{prefix}.{name}" if prefix else name for name in names]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     parallel = DistributedDataParallel(model, **options)

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import checks, functional
 from ..diagnostics import Measured
+from ..functional import Margin
 from ..samplers import Draw, Sampler
 from ..shard import Examples, Shard, Tables
 from . import collectives, stratum
@@ -118,6 +119,12 @@ class RankShard(Shard):
             return rows, values
         return collectives.mean_rows(rows, values, self.replicas, "gradients of class weights")
 
+    def sum_gradients(self, rows: Tensor) -> Tensor:
+        """Multiply gradients by the number of shards: data parallelism averages those of an encoder over ranks."""
+        if rows.requires_grad:
+            rows.register_hook(lambda grad: grad * self.ranks)
+        return rows
+
     def sees_all_gradients(self) -> bool:
         """Always: other ranks that change these rows take part in `mean_rows`."""
         return True
@@ -128,10 +135,12 @@ class RankShard(Shard):
             return losses.sum() * (self.mesh.size() / max(1, self._examples))
         return super().reduce(losses, reduction)
 
-    def exact_losses(self, query: Tensor, target: Tensor, tables: Tables, prediction: str) -> Tensor:
+    def exact_losses(
+        self, query: Tensor, target: Tensor, tables: Tables, prediction: str, margin: Margin | None = None
+    ) -> Tensor:
         """Combine the shards to the exact losses of this rank's examples."""
         everyone, target, _, rows = self.gather(query, target, None)
-        return self._combine(stratum.exact(everyone, *tables, target, prediction, self.replicas), rows)
+        return self._combine(stratum.exact(everyone, *tables, target, prediction, margin, self.replicas), rows)
 
     full_losses = exact_losses
 

@@ -1,4 +1,4 @@
-"""Class weights in a `state_dict`: one tensor over all ranks, whatever their number."""
+"""Class weights, and embeddings of a cache, in a `state_dict`: one tensor over all ranks, whatever their number."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..head import Head
 
-NAMES = ("embedding.weight", "bias_embedding.weight")
+NAMES = ("embedding.weight", "bias_embedding.weight", "cache.rows", "cache.encoded_at")
 
 
 def install(head: Head) -> None:

@@ -34,6 +34,7 @@ def exact(
     bias: Tensor | None,  # shape: (classes of the shard, 1)
     target: Tensor,
     prediction: str,
+    margin: functional.Margin | None,
     replicas: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
     """Log-sum-exp of all classes of this shard, and the output of the positive if it is here, or 0; both ``(batch,)``.
@@ -43,13 +44,15 @@ def exact(
     """
     weight, bias = _whole(weight, bias, replicas)
     offsets = None if bias is None else bias.squeeze(-1)
-    here = target >= 0
-    positive = (query[here] * weight[target[here]].to(query.dtype)).sum(dim=-1)
-    if offsets is not None:
-        positive = positive + offsets[target[here]].to(query.dtype)
-    positive = functional.output(positive, prediction)
-    log_z = functional.log_partition(query, weight, offsets, prediction=prediction)
-    return log_z, positive.new_zeros(here.shape).masked_scatter(here, positive)
+    labels = target.unsqueeze(-1)
+    positive = functional.positive_outputs(query, weight, offsets, labels, prediction).squeeze(-1)
+    if margin is None:
+        log_z = functional.log_partition(query, weight, offsets, prediction=prediction)
+    else:
+        positive = margin(positive)
+        rest = functional.log_partition(query, weight, offsets, prediction=prediction, exclude=labels)
+        log_z = torch.where(target >= 0, torch.logaddexp(rest, positive), rest)
+    return log_z, torch.where(target >= 0, positive, 0.0)
 
 
 def outputs(

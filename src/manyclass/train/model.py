@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import samplers
-from ..head import FullSoftmax
+from ..full import FullSoftmax
 from ..sampled import SampledSoftmax
 from .settings import FULL, Settings
 from .tasks import Batch, Task

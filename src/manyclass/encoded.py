@@ -1,0 +1,201 @@
+"""Class embeddings that a network makes: encode some of them with gradients, and remember the last known of all."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .counters import Counters
+from .samplers.draw import Draw
+
+#: Maps ids of classes, shape ``(k,)``, to their embeddings, shape ``(k, in_features)``.
+Encode = Callable[[Tensor], Tensor]
+
+# For this many classes that a step encodes, the sweep encodes one more, without gradients: 6% of their cost.
+SWEEP = 4
+# Classes that the sweep looks at for each that it encodes; it skips those that were encoded in its present round.
+WINDOW = 4
+
+
+def encode(encoder: Encode, ids: Tensor, in_features: int, chunk_size: int) -> Tensor:
+    """Encode classes ``ids (k,)``, at most ``chunk_size`` at a time: ``(k, in_features)``.
+
+    The backward pass encodes each chunk again, so activations of one chunk exist at a time. The random numbers of the
+    encoder are the same both times. A single chunk is not encoded again.
+    """
+
+    def part(ids: Tensor) -> Tensor:
+        rows = encoder(ids)
+        if not isinstance(rows, Tensor) or rows.shape != (len(ids), in_features):
+            found = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+            raise ValueError(
+                f"classes must map ids of shape ({len(ids)},) to embeddings of shape ({len(ids)}, {in_features}), "
+                f"got {found}"
+            )
+        return rows
+
+    chunks = ids.split(chunk_size)
+    if len(chunks) == 1 or not torch.is_grad_enabled():
+        return torch.cat([part(chunk) for chunk in chunks])
+    return torch.cat([cast(Tensor, checkpoint(part, chunk, use_reentrant=False)) for chunk in chunks])
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Run in evaluation mode, then restore the mode of every part of the module."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+class Step(NamedTuple):
+    """The classes of a training step, renumbered: positions in ``rows`` take the place of ids."""
+
+    #: Classes of the step, shape ``(k,)``, sorted and distinct.
+    rows: Tensor
+    #: Shape of the targets; −1 stays.
+    target: Tensor
+    draw: Draw
+
+
+def renumber(target: Tensor, draw: Draw) -> Step:
+    """Collect the classes of targets and draw, each once; a target of −1 is none. Without any there is class 0."""
+    rows = torch.cat([target[target >= 0], draw.ids.flatten(), draw.pool]).unique()
+    rows = rows if len(rows) else rows.new_zeros(1)
+    places = draw._replace(ids=torch.searchsorted(rows, draw.ids), pool=torch.searchsorted(rows, draw.pool))
+    return Step(rows, torch.where(target >= 0, torch.searchsorted(rows, target), -1), places)
+
+
+class Cache(Counters):
+    """The last known embedding of every class: what samplers, diagnostics and exact results read.
+
+    Rows of a training step wait until the next step begins: a step that `torch.utils.checkpoint` runs again then draws
+    from the same rows.
+
+    Args:
+        num_classes: n, of this process.
+        in_features: size of an embedding, d.
+        device: of the cache.
+        dtype: of the cache; default: torch's default dtype.
+    """
+
+    rows: Tensor
+    encoded_at: Tensor
+
+    counters = ("started", "fresh", "steps", "cursor", "round_began")
+
+    def __init__(self, num_classes: int, in_features: int, device: Any, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(num_classes, in_features, device=device, dtype=dtype))
+        # The step that encoded each class last.
+        self.register_buffer("encoded_at", torch.zeros(num_classes, device=device, dtype=torch.int32))
+        #: Whether any class was encoded yet, and whether the encoder has learned nothing since it encoded all.
+        self.started, self.fresh = False, False
+        #: Steps so far; where the sweep is, and the step when its present round began.
+        self.steps, self.cursor, self.round_began = 0, 0, 0
+        self._waiting: tuple[Tensor, Tensor | None] | None = None
+        self._versions: tuple[int, ...] = ()
+        self._warned = False
+
+    def remember(self, ids: Tensor, rows: Tensor | None, learns: bool) -> None:
+        """Keep the embeddings ``rows (k, in_features)`` of ``ids (k,)``, sorted and distinct, for the next step.
+
+        Without ``rows`` they are made when that step begins. ``learns`` says whether they may change after this step.
+        """
+        self._waiting = ids, None if rows is None else rows.detach()
+        self.fresh &= not learns
+
+    @torch.no_grad()
+    def advance(self, embed: Encode, parameters: Iterable[Tensor]) -> Tensor | None:
+        """Begin a step: write rows that wait, and encode some of the stalest classes.
+
+        Returns the classes that changed since the last step, shape ``(k,)``; None for all of them.
+        """
+        self.steps += 1
+        if not self.started:
+            self.refresh(embed, parameters)
+            return None
+        written = self.flush(embed)
+        due = self._due(len(written) // SWEEP)
+        if len(due):
+            self._write(due, embed(due))
+        return torch.cat([written, due])
+
+    @torch.no_grad()
+    def flush(self, embed: Encode) -> Tensor:
+        """Write the rows that wait, and return their classes."""
+        if self._waiting is None:
+            return torch.empty(0, dtype=torch.long, device=self.rows.device)
+        ids, rows = self._waiting
+        self._waiting = None
+        ids = ids.to(self.rows.device)  # the layer may have moved since
+        self._write(ids, embed(ids) if rows is None else rows)
+        return ids
+
+    def _write(self, ids: Tensor, rows: Tensor) -> None:
+        self.rows[ids] = rows.to(self.rows)
+        self.encoded_at[ids] = self.steps
+
+    def _due(self, number: int) -> Tensor:
+        """Take at most ``number`` classes, in turn, that were not encoded since the sweep began its present round."""
+        size, device = len(self.rows), self.rows.device
+        self.cursor %= size  # a checkpoint may come from a larger shard
+        window = min(WINDOW * number, size - self.cursor)
+        candidates = torch.arange(self.cursor, self.cursor + window, device=device)
+        due = candidates[self.encoded_at[candidates] < self.round_began][:number]
+        self.cursor = int(due[-1]) + 1 if len(due) == number > 0 else self.cursor + window
+        if self.cursor >= size:
+            self.cursor, self.round_began = 0, self.steps
+        return due
+
+    @torch.no_grad()
+    def refresh(self, embed: Encode, parameters: Iterable[Tensor], chunk_size: int = 1 << 14) -> None:
+        """Encode all classes; ``parameters`` are those of the encoder."""
+        self._waiting = None
+        for ids in torch.arange(len(self.rows), device=self.rows.device).split(chunk_size):
+            self._write(ids, embed(ids))
+        self.cursor, self.round_began = 0, self.steps
+        self.started, self.fresh, self._warned = True, True, False
+        self.notice(parameters)
+
+    def notice(self, parameters: Iterable[Tensor]) -> None:
+        """Take the parameters of the encoder as those that the embeddings come from, if they were ever fresh."""
+        self._versions = _versions(parameters)
+
+    def is_fresh(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the cache holds what the encoder would return now."""
+        return self.started and self.fresh and self._versions == _versions(parameters)
+
+    def ensure(self, embed: Encode, parameters: list[Tensor], automatic: bool) -> None:
+        """Encode all classes if the cache is stale; or warn, once, if that is not ``automatic``."""
+        if self.is_fresh(parameters):
+            return
+        if automatic or not self.started:
+            self.refresh(embed, parameters)
+        elif not self._warned:
+            self._warned = True
+            warnings.warn(
+                "the class embeddings are older than the encoder that makes them, so results are not exact: "
+                "call refresh() on the layer after training and before evaluation",
+                stacklevel=4,
+            )
+
+    def age(self) -> float:
+        """Mean number of steps since a class was encoded."""
+        return float((self.steps - self.encoded_at).double().mean())
+
+    def extra_repr(self) -> str:
+        """Show the size."""
+        return f"{tuple(self.rows.shape)}, dtype={self.rows.dtype}"
+
+
+def _versions(parameters: Iterable[Tensor]) -> tuple[int, ...]:
+    return tuple(parameter._version for parameter in parameters)

@@ -1,0 +1,47 @@
+"""The sampled loss of examples whose positives are scored apart: with a margin, or several for one example."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import functional, fused
+from .functional import Margin
+from .samplers.draw import Draw, either_hidden, same_class
+
+
+def without(draw: Draw, labels: Tensor) -> Draw:
+    """Empty all slots that hold one of an example's ``labels (batch, k)``, padded with −1."""
+    mine = (draw.ids.unsqueeze(-1) == labels.unsqueeze(-2)).any(dim=-1)
+    hidden = draw.hidden
+    for column in labels.unbind(dim=-1):
+        hidden = either_hidden(hidden, same_class(draw.pool, column))
+    return draw._replace(log_count=draw.log_count.masked_fill(mine, torch.inf), hidden=hidden)
+
+
+def sampled_loss(
+    query: Tensor,  # shape: (batch, in_features)
+    weight: Tensor,  # shape: (classes, in_features)
+    bias: Tensor | None,  # shape: (classes, 1)
+    target: Tensor,  # shape: (batch,) or (batch, k), −1 for none
+    draw: Draw,
+    *,
+    prediction: str,
+    margin: Margin | None,
+) -> tuple[Tensor, Tensor]:
+    """`fused.sampled_loss` of each target and its output after the margin, both with the shape of ``target``.
+
+    Gradients of ``weight`` and ``bias`` are dense. Slots that hold a target must be empty.
+    """
+    labels = target if target.dim() == 2 else target.unsqueeze(-1)
+    nobody = labels.new_full((len(labels),), -1)
+    rest, _ = fused.sampled_loss(query, weight, bias, nobody, draw, prediction=prediction, sparse=False)
+    here, known = labels >= 0, labels.clamp(min=0)
+    positive = torch.einsum("bd,bkd->bk", query, F.embedding(known, weight))
+    if bias is not None:
+        positive = positive + F.embedding(known, bias.to(query.dtype)).squeeze(-1)
+    positive = functional.output(positive, prediction)
+    positive = positive if margin is None else margin(positive)
+    rest = rest.unsqueeze(-1).expand_as(positive)
+    # Not 0 · NaN in the gradient of what is not here.
+    loss = torch.where(here, F.softplus(rest - positive, threshold=50.0), rest)
+    return loss.reshape(target.shape), torch.where(here, positive, 0.0).reshape(target.shape)
