@@ -24,13 +24,14 @@ SAMPLERS = {
     "unigram": ("unigram", {"counts": COUNTS}),
     "unigram pool": ("unigram", {"counts": COUNTS, "scope": "batch"}),
     "bigram": ("bigram", {"pairs": PAIRS}),
+    "ngram": ("ngram", {"pairs": PAIRS, "memory": 256}),
     "softmax": ("softmax", {}),
     "quadratic": ("quadratic", {}),
     "quartic": ("quartic", {}),
     "tree": (samplers.KernelTree, {"kernel": kernels.Quadratic(100.0), "leaf_size": 8}),
 }
 #: Synchronisations of a training step with validate=False; blocks include steps that grow the next tree.
-WAITS = dict.fromkeys(SAMPLERS, 2) | {"bigram": 5, "tree": 4}
+WAITS = dict.fromkeys(SAMPLERS, 2) | {"bigram": 5, "ngram": 5, "tree": 4}
 
 
 @pytest.fixture

@@ -9,11 +9,13 @@ from .bigram import Bigram
 from .blocks import Blocks
 from .dense import Dense, Kernel, Softmax
 from .draw import Best, Draw, Part
+from .ngram import AdaptiveNgram
 from .polynomial import QuadraticTree, QuarticKernel
 from .static import LogUniform, Uniform, Unigram
 from .tree import KernelTree
 
 __all__ = [
+    "AdaptiveNgram",
     "Best",
     "Bigram",
     "Blocks",
@@ -40,6 +42,7 @@ _NAMED: dict[str, type[Sampler]] = {
     "log_uniform": LogUniform,
     "unigram": Unigram,
     "bigram": Bigram,
+    "ngram": AdaptiveNgram,
     "quadratic": QuadraticTree,
     "quartic": QuarticKernel,
     "softmax": Softmax,
