@@ -25,13 +25,16 @@ SAMPLERS = {
     "unigram pool": ("unigram", {"counts": COUNTS, "scope": "batch"}),
     "bigram": ("bigram", {"pairs": PAIRS}),
     "ngram": ("ngram", {"pairs": PAIRS, "memory": 256}),
+    "multi_index": ("multi_index", {"codewords": 5, "every": 3}),
+    "positive": ("positive", {"features": 16, "every": 3}),
+    "fourier": ("fourier", {"features": 16}),
     "softmax": ("softmax", {}),
     "quadratic": ("quadratic", {}),
     "quartic": ("quartic", {}),
     "tree": (samplers.KernelTree, {"kernel": kernels.Quadratic(100.0), "leaf_size": 8}),
 }
 #: Synchronisations of a training step with validate=False; blocks include steps that grow the next tree.
-WAITS = dict.fromkeys(SAMPLERS, 2) | {"bigram": 5, "ngram": 5, "tree": 4}
+WAITS = dict.fromkeys(SAMPLERS, 2) | {"bigram": 5, "ngram": 5, "tree": 4, "fourier": 4, "positive": 9}
 
 
 @pytest.fixture

@@ -1,12 +1,13 @@
 """Samplers of related work against the contract, and what each of them promises beyond it."""
 
+import contract
 import pytest
 import torch
 from contract import CHECKS, Case
-from test_samplers import PAIRS
+from test_samplers import PAIRS, weights
 
 from manyclass import SampledSoftmax, samplers
-from manyclass.samplers import ngram
+from manyclass.samplers import ngram, positive
 
 # --- the adaptive mixture of n-grams --------------------------------------------------------------------------------
 
@@ -33,7 +34,59 @@ def mixture_truth(query, context):
     return torch.stack(rows)
 
 
-CASES = {"ngram": Case(mixture, mixture_truth, rtol=1e-6)}
+# --- features -------------------------------------------------------------------------------------------------------
+
+
+def feature_case(make, features, uniform: float = 0.0, n: int = 13) -> Case:
+    weight = weights(n)
+
+    def truth(query, context):
+        of_classes = features(weight.double())
+        mass = features(query.double()) @ (of_classes + uniform * of_classes.mean(0)).T
+        return mass / mass.sum(-1, keepdim=True)
+
+    return Case(make, truth, 3, weight)
+
+
+def positive_features(x):
+    return (x @ positive.orthogonal_directions(3, 7, 0).double().T - x.square().sum(-1, keepdim=True) / 2).exp()
+
+
+def fourier_features(x):
+    angle = 2 * x / x.norm(dim=-1, keepdim=True) @ positive.orthogonal_directions(3, 5, 0).double().T
+    return torch.cat([angle.cos() / 5**0.5, angle.sin() / 5**0.5, torch.ones_like(angle[..., :1])], dim=-1)
+
+
+# --- the inverted multi-index ---------------------------------------------------------------------------------------
+
+
+def quantised(sampler) -> torch.Tensor:
+    """Class vectors after quantisation, from codebooks and cells."""
+    first, second = sampler.cell // sampler.codewords, sampler.cell % sampler.codewords
+    return torch.cat([sampler.codebooks[0, first], sampler.codebooks[1, second]], dim=1)[:, : sampler.columns]
+
+
+def multi_index_case(n: int, codewords: int) -> Case:
+    weight = weights(n)
+
+    def make():
+        return samplers.MultiIndex(n, 3, codewords, every=1)
+
+    def truth(query, context):
+        sampler = make()
+        sampler.update(weight)
+        return (query @ quantised(sampler).T).double().softmax(-1)
+
+    return Case(make, truth, 3, weight)
+
+
+CASES = {
+    "ngram": Case(mixture, mixture_truth, rtol=1e-6),
+    "positive": feature_case(lambda: samplers.PositiveFeatures(13, 3, features=7, every=1), positive_features, 0.1),
+    "fourier": feature_case(lambda: samplers.FourierTree(13, 3, features=5, floor=1.0), fourier_features),
+    "multi-index": multi_index_case(40, 3),
+    "multi-index-of-single-classes": multi_index_case(9, 8),
+}
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -82,3 +135,98 @@ def test_recent_classes_are_those_of_the_importance_weights():
         sampler._remember(torch.tensor([5, 2, 1, 0]), importance)
     counts = torch.bincount(sampler.slots, minlength=6)
     torch.testing.assert_close(counts / 640, torch.tensor([0.4, 0, 0.1, 0, 0, 0.5]), rtol=0, atol=0.005)
+
+
+def divergence(sampler, weight, query) -> float:
+    """χ²(p‖q), averaged over queries."""
+    sampler.update(weight)
+    log_p = (query @ weight.T).double().log_softmax(-1)
+    log_q = sampler.log_prob(query, torch.arange(len(weight)).expand(len(query), -1))
+    return float((2 * log_p - log_q).exp().sum(-1).mean() - 1)
+
+
+def test_positive_features_come_closer_to_the_softmax_for_small_logits_only():
+    query = torch.randn(20, 8, generator=torch.Generator().manual_seed(0)) / 2
+    uniform, found = {}, {}
+    for scale in (0.5, 2.0):
+        weight = weights(50, 8) * scale
+        uniform[scale] = divergence(samplers.Uniform(50), weight, query)
+        found[scale] = [divergence(samplers.PositiveFeatures(50, 8, D), weight, query) for D in (4, 64, 4096)]
+    assert uniform[0.5] > 2 * found[0.5][1] > 6 * found[0.5][2]
+    assert 12 * uniform[2.0] > found[2.0][1] > uniform[2.0]  # with 64 features, worse than uniform, within a bound
+
+
+def test_directions_are_gaussian_and_orthogonal():
+    directions = positive.orthogonal_directions(4, 40_000, 0)
+    groups = directions.view(-1, 4, 4)
+    products = groups @ groups.mT
+    assert float((products - products.diagonal(dim1=-2, dim2=-1).diag_embed()).abs().max()) < 1e-4
+    torch.testing.assert_close(directions.T @ directions / 40_000, torch.eye(4), rtol=0, atol=0.03)
+    assert float(directions.norm(dim=-1).var()) == pytest.approx(4 - 1.88**2, abs=0.03)  # as of independent numbers
+
+
+def test_fourier_features_come_closer_to_the_gaussian_kernel():
+    weight = torch.nn.functional.normalize(weights(50, 8), dim=-1)
+    query = torch.nn.functional.normalize(torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
+    ids = torch.arange(50).expand(4, -1)
+    truth = (query @ weight.T).double().log_softmax(-1)
+    errors = []
+    for features in (8, 512):
+        sampler = samplers.FourierTree(50, 8, features, nu=1.0, floor=1e-6)
+        sampler.update(weight)
+        errors.append(float((sampler.log_prob(query, ids).exp() - truth.exp()).abs().sum(-1).mean()))
+    assert errors[1] < 0.05 < 0.1 < errors[0]
+
+
+def test_negative_fourier_masses_leave_an_exact_distribution():
+    sampler = samplers.FourierTree(13, 3, features=3, floor=0.01)
+    sampler.update(weights(13))
+    case = Case(lambda: sampler, lambda query, context: q_of(sampler, query), 3)
+    query, features = case.batch(3, seed=1)[0], sampler.kernel.feature_map
+    assert float((features(query) @ features(weights(13)).T).min()) < 0
+    torch.testing.assert_close(q_of(sampler, query).sum(-1), torch.ones(3).double())
+    contract.check_draws_follow_reported_distribution(case)
+    contract.check_positive_never_appears(case)
+
+
+def q_of(sampler, query):
+    return sampler.log_prob(query, torch.arange(sampler.num_classes).expand(len(query), -1)).exp()
+
+
+def test_a_snapshot_is_renewed_in_time():
+    weight = weights(13)
+    sampler = samplers.PositiveFeatures(13, 3, features=7, every=3)
+    with pytest.raises(ValueError, match="has seen no class weights yet"):
+        sampler.draw(torch.zeros(1, 3), 2)
+    sampler.update(weight)
+    query, rows = torch.randn(2, 3), torch.tensor([0])
+    before, changed = q_of(sampler, query), weight + torch.eye(13)[:, :3]
+    ages = []
+    for _ in range(3):
+        sampler.update(changed, rows)
+        ages.append((sampler.staleness(), torch.equal(q_of(sampler, query), before)))
+    assert ages == [(1.0, True), (2.0, True), (0.0, False)]
+    with pytest.raises(ValueError, match="num_classes must be at most"):
+        samplers.PositiveFeatures(100_000_000, 3)
+
+
+def test_codebooks_are_means_of_the_nearest_classes():
+    weight = weights(300, 5)
+    sampler = samplers.MultiIndex(300, 5, codewords=6)
+    sampler.update(weight)
+    padded = torch.cat([weight, torch.zeros(300, 1)], dim=1)
+    for part, book, index in (
+        (padded[:, :3], sampler.codebooks[0], sampler.cell // 6),
+        (padded[:, 3:], sampler.codebooks[1], sampler.cell % 6),
+    ):
+        assert torch.equal(torch.cdist(part, book).argmin(1), index)
+        assert len(index.unique()) == 6
+    error = (quantised(sampler) - weight).square().sum()
+    assert float(error) < 0.5 * float((weight - weight.mean(0)).square().sum())
+
+
+def test_more_codewords_come_closer_to_the_softmax():
+    weight, query = weights(200, 8), torch.randn(20, 8, generator=torch.Generator().manual_seed(0))
+    found = [divergence(samplers.MultiIndex(200, 8, K), weight, query) for K in (1, 8, 64)]
+    assert found[0] == pytest.approx(divergence(samplers.Uniform(200), weight, query), rel=1e-4)  # one cell
+    assert found[0] > 2 * found[1] > 4 * found[2]

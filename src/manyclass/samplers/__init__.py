@@ -9,8 +9,11 @@ from .bigram import Bigram
 from .blocks import Blocks
 from .dense import Dense, Kernel, Softmax
 from .draw import Best, Draw, Part
+from .fourier import FourierTree
+from .multi_index import MultiIndex
 from .ngram import AdaptiveNgram
 from .polynomial import QuadraticTree, QuarticKernel
+from .positive import PositiveFeatures
 from .static import LogUniform, Uniform, Unigram
 from .tree import KernelTree
 
@@ -21,10 +24,13 @@ __all__ = [
     "Blocks",
     "Dense",
     "Draw",
+    "FourierTree",
     "Kernel",
     "KernelTree",
     "LogUniform",
+    "MultiIndex",
     "Part",
+    "PositiveFeatures",
     "Sampler",
     "Softmax",
     "Uniform",
@@ -45,6 +51,9 @@ _NAMED: dict[str, type[Sampler]] = {
     "ngram": AdaptiveNgram,
     "quadratic": QuadraticTree,
     "quartic": QuarticKernel,
+    "multi_index": MultiIndex,
+    "positive": PositiveFeatures,
+    "fourier": FourierTree,
     "softmax": Softmax,
 }
 
