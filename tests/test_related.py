@@ -1,5 +1,8 @@
 """Samplers of related work against the contract, and what each of them promises beyond it."""
 
+import itertools
+import math
+
 import contract
 import pytest
 import torch
@@ -7,7 +10,7 @@ from contract import CHECKS, Case
 from test_samplers import PAIRS, weights
 
 from manyclass import SampledSoftmax, samplers
-from manyclass.samplers import ngram, positive
+from manyclass.samplers import head_tail, ngram, positive, systematic
 
 # --- the adaptive mixture of n-grams --------------------------------------------------------------------------------
 
@@ -80,10 +83,32 @@ def multi_index_case(n: int, codewords: int) -> Case:
     return Case(make, truth, 3, weight)
 
 
+# --- hash tables ----------------------------------------------------------------------------------------------------
+
+
+def lsh_case(n: int, bits: int) -> Case:
+    weight = weights(n)
+
+    def make():
+        return samplers.SimHash(n, 3, tables=4, bits=bits, uniform=0.2, every=1)
+
+    def truth(query, context):
+        planes = make().planes.view(3, 4, bits)
+        signs = [torch.einsum("nd,dtb->ntb", x, planes) > 0 for x in (query, weight)]
+        same = (signs[0].unsqueeze(1) == signs[1]).all(-1).double()  # shape: (batch, n, tables)
+        size = same.sum(1, keepdim=True)
+        share = 0.8 / 4 * (same / size.clamp(min=1)).sum(-1)
+        return share + (1 - share.sum(-1, keepdim=True)) / n
+
+    return Case(make, truth, 3, weight)
+
+
 CASES = {
     "ngram": Case(mixture, mixture_truth, rtol=1e-6),
     "positive": feature_case(lambda: samplers.PositiveFeatures(13, 3, features=7, every=1), positive_features, 0.1),
     "fourier": feature_case(lambda: samplers.FourierTree(13, 3, features=5, floor=1.0), fourier_features),
+    "lsh": lsh_case(40, 3),
+    "lsh-of-many-empty-buckets": lsh_case(6, 5),
     "multi-index": multi_index_case(40, 3),
     "multi-index-of-single-classes": multi_index_case(9, 8),
 }
@@ -230,3 +255,118 @@ def test_more_codewords_come_closer_to_the_softmax():
     found = [divergence(samplers.MultiIndex(200, 8, K), weight, query) for K in (1, 8, 64)]
     assert found[0] == pytest.approx(divergence(samplers.Uniform(200), weight, query), rel=1e-4)  # one cell
     assert found[0] > 2 * found[1] > 4 * found[2]
+
+
+def test_hash_tables_find_what_lies_in_the_direction_of_the_query():
+    weight, query = weights(200, 8), torch.randn(20, 8, generator=torch.Generator().manual_seed(0))
+    sampler = samplers.SimHash(200, 8, tables=64, bits=6)
+    sampler.update(weight)
+    q = q_of(sampler, query)
+    cosine = torch.cosine_similarity(query.unsqueeze(1), weight, dim=-1).double()
+    assert float((q * cosine).sum(-1).mean()) > 0.2 > 0.05 > abs(float(cosine.mean()))
+
+
+# --- samplers with two parts ----------------------------------------------------------------------------------------
+
+
+def two_pass(best: bool, number: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean of Σ exp(o − log_count), the true expected count of each class, and a reported one, by enumeration.
+
+    All 4³ draws of three candidates from four classes, and a grid of uniform numbers for the second pass.
+    """
+    sampler = samplers.TwoPass(4, 1, candidates=3, best=best)
+    output = torch.tensor([[0.0], [1.0], [2.5], [-1.0]])
+    sampler.update(output)
+    grid = (torch.arange(500).double() + 0.5) / 500
+    query, estimate = torch.ones(500, 1), 0.0
+    entered, reported = torch.zeros(4).double(), torch.zeros(4).double()
+    pools = list(itertools.product(range(4), repeat=3))
+    for pool in pools:
+        log_count = torch.full((3,), math.log(3 / 4))
+        candidates = samplers.Draw.shared(torch.tensor(pool), log_count, torch.Size([500]), None)
+        ids, counts = sampler._second(query, candidates, torch.zeros(500).long(), grid, number)
+        weight = (output.double()[ids, 0] - counts).exp()
+        estimate += float(weight.sum(-1).mean()) / len(pools)
+        taken = counts < math.inf
+        assert not bool((ids[taken] == 0).any())
+        entered.index_add_(0, ids[taken], torch.ones(int(taken.sum())).double())
+        reported[ids[taken]] = counts[taken].exp()
+    return torch.tensor(estimate), entered / 500 / len(pools), reported
+
+
+def test_two_passes_estimate_the_partition_without_bias():
+    truth = math.exp(1.0) + math.exp(2.5) + math.exp(-1.0)
+    estimate, entered, _ = two_pass(best=False)
+    assert float(estimate) == pytest.approx(truth, rel=2e-3)
+    assert entered[0] == 0
+    assert bool((entered[1:] > 0).all())
+
+
+def test_the_best_candidates_are_biased():
+    """Kept only if fewer than two better ones were drawn: the reported count is too large by that probability."""
+    truth = math.exp(1.0) + math.exp(2.5) + math.exp(-1.0)
+    estimate, entered, reported = two_pass(best=True, number=1)
+    assert entered[2] > entered[1] > entered[3]
+    torch.testing.assert_close(reported[1:], torch.full((3,), 0.75).double())
+    assert float(entered[2]) == pytest.approx(1 - 0.75**3)
+    assert float(entered[3]) == pytest.approx((0.5**3) - 0.25**3)
+    assert float(estimate) < 0.8 * truth
+
+
+def test_chances_of_systematic_draws():
+    mass = torch.tensor([[100.0, 3.0, 2.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0, 1.0], [5.0, 0.0, 0.0, 0.0, 1.0]]).log()
+    found = systematic.chances(mass, 3)
+    expected = [[1.0, 1.0, 2 / 3, 1 / 3, 0.0], [0.6] * 5, [1.0, 0.0, 0.0, 0.0, 1.0]]
+    torch.testing.assert_close(found, torch.tensor(expected).double())
+    grid = (torch.arange(300).double() + 0.5) / 300
+    place, taken = systematic.draw(found[:1].expand(300, -1), grid, 3)
+    assert bool(taken.all())
+    torch.testing.assert_close(torch.bincount(place.flatten(), minlength=5) / 300, found[0].float())
+
+
+def test_the_tail_is_uniform_over_all_but_head_and_target():
+    head = torch.tensor([[5, 1, 0], [5, 1, 0], [2, 6, 3]])
+    exclude = torch.tensor([4, 1, 0])  # not in the head; in the head; before it
+    for target in (exclude, None):
+        for row in range(3):
+            others = [c for c in range(8) if c not in head[row] and (target is None or c != target[row])]
+            grid = (torch.arange(len(others)).double() + 0.5) / len(others)
+            y = None if target is None else target[row : row + 1]
+            ids, rest = head_tail.uniform_rest(head[row : row + 1], y, grid.unsqueeze(0), 8)
+            assert int(rest) == len(others)
+            assert ids[0].tolist() == others
+
+
+def test_head_and_tail_estimate_the_partition_without_bias():
+    torch.manual_seed(0)
+    n, weight, query, target = 100, weights(100, 4), torch.randn(6, 4), torch.arange(6)
+    sampler = samplers.HeadTail(n, 4, head=10, probe=4)
+    sampler.update(weight)
+    draw = sampler.draw(query, 200_000, exclude=target)
+    outputs = (query @ weight.T).double()
+    estimate = (outputs.gather(1, draw.ids) - draw.log_count).exp().sum(-1)
+    truth = outputs.scatter(1, target[:, None], -math.inf).exp().sum(-1)
+    torch.testing.assert_close(estimate, truth, rtol=0.01, atol=0)
+    assert not bool((draw.ids == target[:, None])[draw.log_count < math.inf].any())
+    best = outputs.topk(10).indices
+    hits = (draw.ids[:, :10, None] == best[:, None]).any(-1).float().mean()
+    assert hits > 0.7  # an approximate search
+    assert sampler.numbers(7) == (17, 0)
+    everything = samplers.HeadTail(n, 4, head=n, probe=n)
+    everything.update(weight)
+    draw = everything.draw(query, 3, exclude=target)
+    assert bool((draw.log_count[:, n:] == math.inf).all())
+    torch.testing.assert_close((outputs.gather(1, draw.ids) - draw.log_count).exp().sum(-1), truth)
+
+
+@pytest.mark.parametrize("name", ["two_pass", "head_tail"])
+def test_samplers_with_two_parts_in_the_layer(name):
+    torch.manual_seed(0)
+    head = SampledSoftmax(4, 60, name, 4000, bias=True, **({"candidates": 40_000} if name == "two_pass" else {}))
+    query, target = torch.randn(8, 4), torch.randint(60, (8,))
+    loss = head(query, target)
+    loss.backward()
+    torch.testing.assert_close(loss, head.eval()(query, target), rtol=0.01, atol=0)
+    assert head.weight.grad.is_sparse
+    with pytest.raises(ValueError, match="has no single distribution"):
+        head.sampler.log_prob(query, target[:, None])

@@ -10,12 +10,15 @@ from .blocks import Blocks
 from .dense import Dense, Kernel, Softmax
 from .draw import Best, Draw, Part
 from .fourier import FourierTree
+from .head_tail import HeadTail
+from .lsh import SimHash
 from .multi_index import MultiIndex
 from .ngram import AdaptiveNgram
 from .polynomial import QuadraticTree, QuarticKernel
 from .positive import PositiveFeatures
 from .static import LogUniform, Uniform, Unigram
 from .tree import KernelTree
+from .two_pass import TwoPass
 
 __all__ = [
     "AdaptiveNgram",
@@ -25,6 +28,7 @@ __all__ = [
     "Dense",
     "Draw",
     "FourierTree",
+    "HeadTail",
     "Kernel",
     "KernelTree",
     "LogUniform",
@@ -32,7 +36,9 @@ __all__ = [
     "Part",
     "PositiveFeatures",
     "Sampler",
+    "SimHash",
     "Softmax",
+    "TwoPass",
     "Uniform",
     "Unigram",
     "create",
@@ -51,6 +57,9 @@ _NAMED: dict[str, type[Sampler]] = {
     "ngram": AdaptiveNgram,
     "quadratic": QuadraticTree,
     "quartic": QuarticKernel,
+    "head_tail": HeadTail,
+    "two_pass": TwoPass,
+    "lsh": SimHash,
     "multi_index": MultiIndex,
     "positive": PositiveFeatures,
     "fourier": FourierTree,

@@ -92,12 +92,13 @@ class MultiIndex(Snapshot):
             ends = (whole - whole.amax(dim=-1, keepdim=True)).exp().cumsum(dim=-1)
             cell = torch.searchsorted(ends, numbers[..., 0] * ends[:, -1:], right=True)
             size, begin = self.size[cell], (self.size.cumsum(0) - self.size)[cell]
-            if positive is not None:
-                own = self.cell[positive].unsqueeze(-1) == cell
-                size = size - own.long()
-            place = begin + (numbers[..., 1] * size).long().minimum(size - 1)
-            if positive is not None:
-                place = place + (own & (place >= self.place[positive].unsqueeze(-1)))
+            if positive is None:
+                place = begin + (numbers[..., 1] * size).long().minimum(size - 1)
+            else:
+                same = self.cell[positive].unsqueeze(-1) == cell
+                size = size - same.long()
+                place = begin + (numbers[..., 1] * size).long().minimum(size - 1)
+                place = place + (same & (place >= self.place[positive].unsqueeze(-1)))
             drawn.append((self.ordered[place], each.gather(-1, cell) - whole.logsumexp(dim=-1, keepdim=True)))
         ids, log_prob = zip(*drawn, strict=True)
         return torch.cat(ids), torch.cat(log_prob)
