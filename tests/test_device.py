@@ -24,13 +24,21 @@ SAMPLERS = {
     "unigram": ("unigram", {"counts": COUNTS}),
     "unigram pool": ("unigram", {"counts": COUNTS, "scope": "batch"}),
     "bigram": ("bigram", {"pairs": PAIRS}),
+    "ngram": ("ngram", {"pairs": PAIRS, "memory": 256}),
+    "head_tail": ("head_tail", {"head": 8, "probe": 6}),
+    "two_pass": ("two_pass", {"candidates": 100}),
+    "two_pass best": ("two_pass", {"candidates": 100, "counts": COUNTS, "best": True}),
+    "lsh": ("lsh", {"tables": 4, "bits": 3, "every": 3}),
+    "multi_index": ("multi_index", {"codewords": 5, "every": 3}),
+    "positive": ("positive", {"features": 16, "every": 3}),
+    "fourier": ("fourier", {"features": 16}),
     "softmax": ("softmax", {}),
     "quadratic": ("quadratic", {}),
     "quartic": ("quartic", {}),
     "tree": (samplers.KernelTree, {"kernel": kernels.Quadratic(100.0), "leaf_size": 8}),
 }
 #: Synchronisations of a training step with validate=False; blocks include steps that grow the next tree.
-WAITS = dict.fromkeys(SAMPLERS, 2) | {"bigram": 5, "tree": 4}
+WAITS = dict.fromkeys(SAMPLERS, 2) | {"bigram": 5, "ngram": 5, "tree": 4, "fourier": 4, "positive": 9}
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ APPLICATION = ("__main__", "bench", "cli", "experiments", "report", "train")
 ALLOWED = {"torch", "numpy"} | sys.stdlib_module_names
 #: What only the application needs: the extras of pyproject.toml.
 EXTRAS = ("faiss", "matplotlib", "polars", "rich", "safetensors", "tensorboard", "typer")
-PUBLIC = ("functional", "kernels", "samplers", "distributed", "train")
+PUBLIC = ("functional", "kernels", "losses", "samplers", "distributed", "train")
 MOST_LINES = 250
 
 
@@ -62,7 +62,8 @@ def run(program: str) -> str:
 
 
 def test_the_library_is_where_it_is_expected():
-    assert {"__init__", "functional", "head", "samplers", "distributed"} <= {part(file, PACKAGE) for file in library()}
+    expected = {"__init__", "functional", "head", "losses", "samplers", "distributed"}
+    assert expected <= {part(file, PACKAGE) for file in library()}
     assert all((PACKAGE / name).exists() or (PACKAGE / f"{name}.py").exists() for name in APPLICATION)
 
 
@@ -137,7 +138,7 @@ def used_names(page: str) -> Iterator[tuple[str, str]]:
         while len(steps) > 2 and ".".join(steps[1:-1]) not in PUBLIC:
             steps.pop()  # attributes of a name
         yield ".".join(steps[:-1]), steps[-1]
-    for module, name in re.findall(r"(?<![\w./])(functional|kernels|samplers)\.([A-Za-z_]\w*)", page):
+    for module, name in re.findall(r"(?<![\w./])(functional|kernels|losses|samplers)\.([A-Za-z_]\w*)", page):
         yield f"manyclass.{module}", name
 
 

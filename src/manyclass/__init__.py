@@ -1,6 +1,6 @@
 """Train a softmax over thousands to millions of classes by adaptive, kernel based sampling."""
 
-from . import functional, kernels, optim, samplers
+from . import functional, kernels, losses, optim, samplers
 from .clip import clip_grad_norm_
 from .cosine import ArcFace, CosFace, Cosine
 from .diagnostics import Diagnostics
@@ -20,6 +20,7 @@ __all__ = [
     "clip_grad_norm_",
     "functional",
     "kernels",
+    "losses",
     "native_available",
     "optim",
     "samplers",

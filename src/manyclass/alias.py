@@ -14,6 +14,7 @@ class AliasTable(nn.Module):
             are for a single row.
         offsets: shape ``(rows + 1,)``; the default is one row of all cells. A row may be empty, but a row with cells
             needs a positive total.
+        persistent: whether ``state_dict`` holds the table.
 
     Built in O(cells) without a Python loop; 32 bytes per cell.
     """
@@ -24,7 +25,7 @@ class AliasTable(nn.Module):
     cumulative: Tensor
     offsets: Tensor
 
-    def __init__(self, weight: Tensor, offsets: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, offsets: Tensor | None = None, *, persistent: bool = True) -> None:
         super().__init__()
         if offsets is None:
             offsets = torch.tensor([0, weight.numel()], device=weight.device)
@@ -33,11 +34,9 @@ class AliasTable(nn.Module):
         total = (ends[offsets[1:]] - ends[offsets[:-1]]).repeat_interleave(offsets.diff())
         length = offsets.diff().repeat_interleave(offsets.diff())
         threshold, alias = _build(weight, total, length)
-        self.register_buffer("threshold", threshold)
-        self.register_buffer("alias", alias)
-        self.register_buffer("weight", weight.double())
-        self.register_buffer("cumulative", cumulative.double())
-        self.register_buffer("offsets", offsets)
+        buffers = {"threshold": threshold, "alias": alias, "weight": weight.double(), "cumulative": cumulative.double()}
+        for name, buffer in {**buffers, "offsets": offsets}.items():
+            self.register_buffer(name, buffer, persistent=persistent)
 
     def total(self, row: Tensor) -> Tensor:
         """Total mass of each row, shape of ``row``; 0 for an empty one."""

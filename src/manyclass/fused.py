@@ -56,6 +56,31 @@ def reference_loss(
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`sampled_loss` in plain PyTorch."""
+    options = {"prediction": prediction, "sparse": sparse, "exchange": exchange}
+    positive, negative, log_count = gathered_outputs(query, weight, bias, target, draw, **options)
+    rest = negative - log_count
+    rest = torch.cat([rest, rest.new_full((len(rest), 1), -EMPTY)], dim=-1).logsumexp(dim=-1)
+    # softplus and not log-sum-exp − positive: it keeps its precision where the positive takes nearly all.
+    here = target >= 0
+    loss = torch.where(here, F.softplus(rest - positive, threshold=50.0), rest)
+    return loss, torch.where(here, positive, 0.0)
+
+
+def gathered_outputs(
+    query: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    draw: Draw,
+    *,
+    prediction: str,
+    sparse: bool,
+    exchange: Exchange | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs of the positives ``(batch,)`` and of all negatives ``(batch, own + pool)``, and the log-counts of these.
+
+    The log-count of a slot that is empty for an example is `EMPTY`. Arguments are those of `sampled_loss`.
+    """
     # Each row is read, and gets its gradient, once, however often it was drawn.
     here, classes = target >= 0, torch.cat([draw.ids.flatten(), draw.pool])
     # An example without a positive stands on a row that is read anyway, which gets no gradient from it.
@@ -70,14 +95,11 @@ def reference_loss(
     if bias is not None:
         offsets = select_rows(bias, rows, sparse, exchange).to(query.dtype).squeeze(-1)
         positive, each, shared = positive + offsets[positives], each + offsets[own], shared + offsets[pool]
-    positive, each, shared = (functional.output(part, prediction) for part in (positive, each, shared))
-    log_count = draw.pool_log_count.to(query.dtype).clamp(max=EMPTY).expand_as(shared)
-    log_count = log_count.masked_fill(draw.hidden_mask(), EMPTY)
-    rest = torch.cat([each - draw.log_count.clamp(max=EMPTY), shared - log_count], dim=-1)
-    rest = torch.cat([rest, rest.new_full((len(rest), 1), -EMPTY)], dim=-1).logsumexp(dim=-1)
-    # softplus and not log-sum-exp − positive: it keeps its precision where the positive takes nearly all.
-    loss = torch.where(here, F.softplus(rest - positive, threshold=50.0), rest)
-    return loss, torch.where(here, positive, 0.0)
+    pool_log_count = draw.pool_log_count.to(query.dtype).clamp(max=EMPTY).expand_as(shared)
+    pool_log_count = pool_log_count.masked_fill(draw.hidden_mask(), EMPTY)
+    log_count = torch.cat([draw.log_count.clamp(max=EMPTY).to(query.dtype), pool_log_count], dim=-1)
+    negative = torch.cat([each, shared], dim=-1)
+    return functional.output(positive, prediction), functional.output(negative, prediction), log_count
 
 
 def _once(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,22 +9,36 @@ from .bigram import Bigram
 from .blocks import Blocks
 from .dense import Dense, Kernel, Softmax
 from .draw import Best, Draw, Part
+from .fourier import FourierTree
+from .head_tail import HeadTail
+from .lsh import SimHash
+from .multi_index import MultiIndex
+from .ngram import AdaptiveNgram
 from .polynomial import QuadraticTree, QuarticKernel
+from .positive import PositiveFeatures
 from .static import LogUniform, Uniform, Unigram
 from .tree import KernelTree
+from .two_pass import TwoPass
 
 __all__ = [
+    "AdaptiveNgram",
     "Best",
     "Bigram",
     "Blocks",
     "Dense",
     "Draw",
+    "FourierTree",
+    "HeadTail",
     "Kernel",
     "KernelTree",
     "LogUniform",
+    "MultiIndex",
     "Part",
+    "PositiveFeatures",
     "Sampler",
+    "SimHash",
     "Softmax",
+    "TwoPass",
     "Uniform",
     "Unigram",
     "create",
@@ -40,8 +54,15 @@ _NAMED: dict[str, type[Sampler]] = {
     "log_uniform": LogUniform,
     "unigram": Unigram,
     "bigram": Bigram,
+    "ngram": AdaptiveNgram,
     "quadratic": QuadraticTree,
     "quartic": QuarticKernel,
+    "head_tail": HeadTail,
+    "two_pass": TwoPass,
+    "lsh": SimHash,
+    "multi_index": MultiIndex,
+    "positive": PositiveFeatures,
+    "fourier": FourierTree,
     "softmax": Softmax,
 }
 
