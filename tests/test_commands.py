@@ -79,7 +79,7 @@ def test_a_language_model_from_a_text_to_predictions(tmp_path):
     assert 0 < found[0]["predictions"][0]["p"] <= 1
     manyclass("export", "run", "--to", "safetensors", "--out", "exported", cwd=tmp_path)
     weight = load_file(tmp_path / "exported" / "classes.safetensors")["weight"]
-    saved = load_file(next(folder.glob("checkpoint-*")) / "model.safetensors")
+    saved = load_file(next(folder.glob("checkpoint-*")) / "model-0.safetensors")
     assert torch.equal(weight, saved["head.embedding.weight"])
     second = ("--sampler", "full", "--steps", 3, "--evaluations", 1, "--out", "second")
     manyclass("train", "lm", "--text", "text.txt", *small, *second, cwd=tmp_path)
@@ -154,7 +154,7 @@ def test_a_killed_process_loses_nothing_that_was_saved(tmp_path, whole, number):
             rows.append([{**row, "seconds": ""} for row in csv.DictReader(file)])
     assert rows[0] == rows[1]
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-000000400"]
-    weights = [load_file(run / "checkpoint-000000400" / "model.safetensors") for run in (expected, folder)]
+    weights = [load_file(run / "checkpoint-000000400" / "model-0.safetensors") for run in (expected, folder)]
     assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
 
 

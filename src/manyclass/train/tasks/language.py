@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..data import Vocabulary
 from ..data.files import Advance
+from ..data.spool import load_array
 from ..data.text import WORD, encode_text, prepare_text, python_sources
 from ..models import LSTM
 from ..settings import LanguageSettings
@@ -27,14 +28,16 @@ class Language(Task[LanguageSettings]):
     name = "lm"
     recurrent = True
 
-    def __init__(self, settings: LanguageSettings, folder: Path, vocabulary: Vocabulary) -> None:
-        super().__init__(settings, folder, vocabulary)
-        text = np.load(folder / "train.npy", mmap_mode="r")
+    def __init__(
+        self, settings: LanguageSettings, folder: Path, vocabulary: Vocabulary, part: tuple[int, int] = (0, 1)
+    ) -> None:
+        super().__init__(settings, folder, vocabulary, part)
+        text = load_array(folder / "train.npy", np.int32, self.num_classes)
         if settings.heldout is None:
             border = len(text) - min(MOST_HELDOUT, int(HELDOUT * len(text)))
             self.text, heldout = text[:border], text[border:]
         else:
-            self.text, heldout = text, np.load(folder / "heldout.npy", mmap_mode="r")
+            self.text, heldout = text, load_array(folder / "heldout.npy", np.int32, self.num_classes)
         self.streams = self._cut(self.text, settings.batch)
         self.steps_per_epoch = (self.streams.shape[1] - 1) // settings.length
         if self.steps_per_epoch < 1:
