@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from .. import checks, samplers
 from ..budget import NUM_SAMPLES
+from .data.files import check_encoding
 from .records import first_line, quoted, typed
 
 PANELS = DATA, MODEL, LAYER, TRAINING, RUN = ("Data", "Model", "Output layer", "Training", "Run")
@@ -139,9 +140,11 @@ class Settings:
     timeout: Annotated[
         float, _option(RUN, "Under torchrun: seconds after which a process that does not answer ends the run.", min=1)
     ] = 300.0
+    encoding: Annotated[str, _option(DATA, "Encoding of text files, such as latin-1.")] = "utf-8"
     tensorboard: Annotated[bool, _option(RUN, "Write events for TensorBoard, too.", "--tensorboard")] = False
 
     def __post_init__(self) -> None:
+        self.encoding = check_encoding(self.encoding)
         for name in ("lr", "clip", "epochs", "tolerance"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -243,14 +246,26 @@ class LanguageSettings(Settings):
 class NextItemSettings(Settings):
     """Train a recommender: predict the next item of a user from the items before it.
 
-    Needs only a table with the columns user, item and timestamp (.csv, .tsv, .parquet, .jsonl), or a text with one
-    sequence of items per line:  manyclass train next-item --interactions clicks.csv
+    Needs only a table with the columns user, item and timestamp (.csv, .tsv, .parquet, .jsonl; RecBole's .inter;
+    MovieLens's .data and .dat), or a text with one sequence of items per line:
+    manyclass train next-item --interactions clicks.csv
     """
 
-    interactions: Annotated[Path, _option(DATA, "The table, or the sequences.", show_default=False)]
+    interactions: Annotated[
+        Path, _option(DATA, "The table, or the sequences; - is the standard input.", show_default=False)
+    ]
     heldout: Heldout = None
-    user: Annotated[str, _option(DATA, "Column of the user.")] = "user"
-    item: Annotated[str, _option(DATA, "Column of the item.")] = "item"
+    sep: Annotated[
+        str | None, _option(DATA, "What separates the fields of a table, such as `;`, `::` or `tab`; default: by name.")
+    ] = None
+    no_header: Annotated[
+        bool, _option(DATA, "The first line of the table is a row; columns have numbers, from 1.", "--no-header")
+    ] = False
+    sequences: Annotated[
+        bool, _option(DATA, "Each line is a sequence, even if it looks like a row of a table.", "--sequences")
+    ] = False
+    user: Annotated[str, _option(DATA, "Column of the user, by name or number.")] = "user"
+    item: Annotated[str, _option(DATA, "Column of the item, by name or number.")] = "item"
     timestamp: Annotated[str, _option(DATA, "Column of the time; without it, the order of the file counts.")] = (
         "timestamp"
     )
@@ -273,6 +288,14 @@ class NextItemSettings(Settings):
     tied: Tied = False
     batch: Batch = 128
     epochs: Epochs = 10.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sep = {"tab": "\t", "\\t": "\t"}.get(self.sep or "", self.sep)
+        if self.sep is not None and (not self.sep or set(self.sep) & set('\r\n"\0')):
+            raise ValueError(f"--sep must be characters within a line, got {quoted(self.sep)}")
+        if self.sequences and (self.sep is not None or self.no_header):
+            raise ValueError("--sequences is for one sequence per line, so it takes no --sep and no --no-header")
 
 
 @dataclass(kw_only=True)

@@ -103,9 +103,9 @@ def own_part(rows: Any, part: tuple[int, int]) -> Any:
     return rows[rank * len(rows) // world : (rank + 1) * len(rows) // world]
 
 
-def write_facts(folder: Path, **facts: Any) -> None:
-    """Remember what is not an array."""
-    (folder / "facts.json").write_text(json.dumps(facts))
+def write_facts(folder: Path, lines: list[str], **facts: Any) -> None:
+    """Remember what is not an array, and what people are told about the data, in ``lines``."""
+    (folder / "facts.json").write_text(json.dumps({"lines": lines, **facts}))
 
 
 def read_facts(folder: Path) -> dict[str, Any]:

@@ -73,11 +73,12 @@ class Classify(Task[ClassifySettings]):
     @staticmethod
     def prepare(settings: ClassifySettings, folder: Path, advance: Advance) -> Vocabulary:
         """Number the labels; see `Task.prepare`."""
-        train = read_labelled(settings.data, folder, "train", min_count=settings.min_count, advance=advance)
-        vocabulary, num_features = train.vocabulary, train.num_features
+        options = {"advance": advance, "encoding": settings.encoding}
+        train = read_labelled(settings.data, folder, "train", min_count=settings.min_count, **options)
+        vocabulary, num_features, facts = train.vocabulary, train.num_features, train.facts
         if settings.heldout is not None:
-            read_labelled(settings.heldout, folder, "heldout", vocabulary, num_features, advance=advance)
-        write_facts(folder, num_features=num_features)
+            facts += read_labelled(settings.heldout, folder, "heldout", vocabulary, num_features, **options).facts
+        write_facts(folder, facts, num_features=num_features)
         return vocabulary
 
     def trunk(self) -> nn.Module:

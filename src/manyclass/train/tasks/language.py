@@ -12,7 +12,7 @@ from ..data.spool import load_array
 from ..data.text import WORD, encode_text, prepare_text, python_sources
 from ..models import LSTM
 from ..settings import LanguageSettings
-from .base import Batch, Task, own_part, tensor
+from .base import Batch, Task, own_part, tensor, write_facts
 
 #: Without a held-out file, this share of the text, its end, but at most so many words.
 HELDOUT = 0.05
@@ -20,6 +20,8 @@ MOST_HELDOUT = 200_000
 #: Held-out text is read in so many streams, or fewer if it is short, and windows of so many words.
 STREAMS = 16
 WINDOW = 50
+#: Words that people are shown after reading.
+SHOWN = 12
 
 
 class Language(Task[LanguageSettings]):
@@ -59,10 +61,14 @@ class Language(Task[LanguageSettings]):
     def prepare(settings: LanguageSettings, folder: Path, advance: Advance) -> Vocabulary:
         """Number the words; see `Task.prepare`."""
         files = list(python_sources()) if settings.text is None else settings.text
-        options = {"split": settings.split, "advance": advance}
+        options = {"split": settings.split, "advance": advance, "encoding": settings.encoding}
         vocabulary = prepare_text(files, folder / "train.npy", min_count=settings.min_count, **options)
+        what = str(files[0]) if len(files) == 1 else f"{len(files):,} files"
+        facts = _facts(what, folder / "train.npy", vocabulary)
         if settings.heldout is not None:
             encode_text([settings.heldout], folder / "heldout.npy", vocabulary, **options)
+            facts += _facts(str(settings.heldout), folder / "heldout.npy", vocabulary)
+        write_facts(folder, facts)
         return vocabulary
 
     def trunk(self) -> nn.Module:
@@ -93,6 +99,14 @@ class Language(Task[LanguageSettings]):
     def pairs(self) -> tuple[Tensor, Tensor]:
         """All words and their predecessors."""
         return tensor(self.text[1:]), tensor(self.text[:-1])
+
+
+def _facts(what: str, tokens: Path, vocabulary: Vocabulary) -> list[str]:
+    """Say what was read, so that a person sees a wrong reading: classes back to words."""
+    text = load_array(tokens, np.int32)
+    rare = int((text == 0).sum())
+    shown = " ".join(vocabulary.names[index] for index in text[:SHOWN])
+    return [f"{what}: {len(text):,} words, {rare:,} of them rare", f"  {shown} …"]
 
 
 def _window(part: np.ndarray) -> Batch:

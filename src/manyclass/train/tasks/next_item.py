@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data import Vocabulary
+from ..data.columns import Layout
 from ..data.files import Advance
 from ..data.interactions import encode_interactions, read_interactions
 from ..data.ragged import Ragged
@@ -126,13 +127,16 @@ class NextItem(Task[NextItemSettings]):
             "timestamp": settings.timestamp,
             "features": settings.user_feature or (),
             "user_first": settings.user_first,
+            "layout": Layout(settings.sep, settings.no_header, settings.encoding, settings.sequences),
             "advance": advance,
         }
         train = read_interactions(settings.interactions, folder, "train", min_count=settings.min_count, **options)
-        vocabulary, feature_names = train.vocabulary, train.feature_names
+        vocabulary, feature_names, facts = train.vocabulary, train.feature_names, train.facts
         if settings.heldout is not None:
-            encode_interactions(settings.heldout, folder, "heldout", vocabulary, feature_names, **options)
-        write_facts(folder, feature_names=feature_names)
+            facts += encode_interactions(
+                settings.heldout, folder, "heldout", vocabulary, feature_names, **options
+            ).facts
+        write_facts(folder, facts, feature_names=feature_names)
         return vocabulary
 
     def trunk(self) -> nn.Module:
