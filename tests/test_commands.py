@@ -79,7 +79,7 @@ def test_a_language_model_from_a_text_to_predictions(tmp_path):
     assert 0 < found[0]["predictions"][0]["p"] <= 1
     manyclass("export", "run", "--to", "safetensors", "--out", "exported", cwd=tmp_path)
     weight = load_file(tmp_path / "exported" / "classes.safetensors")["weight"]
-    saved = load_file(next(folder.glob("checkpoint-*")) / "model.safetensors")
+    saved = load_file(next(folder.glob("checkpoint-*")) / "model-0.safetensors")
     assert torch.equal(weight, saved["head.embedding.weight"])
     second = ("--sampler", "full", "--steps", 3, "--evaluations", 1, "--out", "second")
     manyclass("train", "lm", "--text", "text.txt", *small, *second, cwd=tmp_path)
@@ -118,6 +118,25 @@ def test_a_classifier_from_labelled_documents(tmp_path):
     assert printed.splitlines()[1].split()[1] == "4"
 
 
+def test_tables_from_the_standard_input(tmp_path):
+    rows = "".join(f"{user};{(user + step) % 7};{step}\n" for user in range(30) for step in range(5))
+    options = ("--sep", ";", "--no-header", "--features", 8, "--steps", 2, "--threads", 1, "--encoding", "latin1")
+    printed = manyclass("train", "next-item", "--interactions", "-", *options, cwd=tmp_path, stdin=rows)
+    assert printed.splitlines()[:2] == [
+        "-: 150 rows, 30 users, 7 items, times 0 to 4",
+        "  user '0', item '0', timestamp '0'",
+    ]
+    assert "- has no header: 'user' is column 1, 'item' is column 2, 'timestamp' is column 3" in printed
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["settings"]["encoding"] == "iso8859-1"
+    again = manyclass("train", "next-item", "--interactions", "-", *options, "--resume", cwd=tmp_path, stdin="")
+    assert "rows" not in again
+    printed = manyclass(
+        "train", "lm", "--text", "/dev/stdin", "--steps", 1, "--out", "lm", cwd=tmp_path, stdin="a b " * 2000
+    )
+    assert "/dev/stdin: 4,000 words, 0 of them rare" in printed
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run that nobody stopped, and how it was made."""
@@ -154,7 +173,7 @@ def test_a_killed_process_loses_nothing_that_was_saved(tmp_path, whole, number):
             rows.append([{**row, "seconds": ""} for row in csv.DictReader(file)])
     assert rows[0] == rows[1]
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-000000400"]
-    weights = [load_file(run / "checkpoint-000000400" / "model.safetensors") for run in (expected, folder)]
+    weights = [load_file(run / "checkpoint-000000400" / "model-0.safetensors") for run in (expected, folder)]
     assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
 
 
@@ -173,8 +192,19 @@ def test_broken_files_get_one_line(tmp_path, monkeypatch, capsys):
     assert "line 2" in wrong("c.jsonl", b'{"user": 1, "item": 2}\n{"user": 1,\n', *items)
     assert "line 2" in wrong("d.txt", b"1 0:1\n2 zero:1\n", *classify)
     assert not (tmp_path / "run" / "config.json").exists()
-    missing = fails(monkeypatch, capsys, "train", "lm", "--text", tmp_path / "none.txt", "--out", tmp_path / "run")
-    assert "none.txt" in missing
+    out = ("--out", tmp_path / "run")
+    assert "none.txt: no such file" in fails(monkeypatch, capsys, "train", *lm, tmp_path / "none.txt", *out)
+    for arguments in (lm, items, classify):
+        assert f"{tmp_path}: a folder, not a file" in fails(monkeypatch, capsys, "train", *arguments, tmp_path, *out)
+    twice = ("--interactions", "-", "--heldout", "-")
+    assert "only one file can be the standard input" in fails(monkeypatch, capsys, "train", "next-item", *twice, *out)
+    file = tmp_path / "a.csv"
+    for wrong, message in (
+        (("--encoding", "rot13"), "--encoding must be one that Python knows"),
+        (("--sep", ""), "--sep must be characters within a line"),
+        (("--sep", ";", "--sequences"), "--sequences is for one sequence per line"),
+    ):
+        assert message in fails(monkeypatch, capsys, "train", *items, file, *wrong, *out)
 
 
 def test_wrong_folders_get_one_line(tmp_path, monkeypatch, capsys):

@@ -149,7 +149,7 @@ def test_ragged(tmp_path):
     assert rows(ragged.keep(ragged.values > 2)) == [[3, 4], [], [], [5, 9, 6]]
     assert rows(Ragged.from_rows([])) == []
     assert Ragged.from_rows([[]]).padded(np.array([0]), 2, 8).tolist() == [[8, 8]]
-    np.save(tmp_path / "items.values.npy", np.arange(3))
+    np.save(tmp_path / "items.values.npy", np.arange(3, dtype=np.int32))
     with raises(f"{tmp_path / 'items'}: the offsets do not fit the values"):
         Ragged.load(tmp_path, "items")
 

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import io
 import lzma
 import re
 import subprocess
@@ -17,10 +18,13 @@ from manyclass.train.data import (
     Interactions,
     Vocabulary,
     delimited,
+    files,
     json_lines,
     parquet,
+    read_interactions,
     spool,
 )
+from manyclass.train.data.columns import Layout
 
 # ---------------------------------------------------------------- interactions
 
@@ -238,6 +242,175 @@ def test_diginetica(tmp_path):
 def test_amazon_beauty(tmp_path):
     data = interactions(real("amazon-beauty/sequences.txt.xz"), tmp_path, user_first=True)
     assert (len(data.sequences), len(data.vocabulary.names), len(data.sequences.values)) == (22_363, 12_101, 198_502)
+
+
+# ---------------------------------------------------------------- other layouts
+
+
+def names(data: Interactions) -> list[list[str]]:
+    """The sequences, by name."""
+    return [[data.vocabulary.names[index] for index in row] for row in rows(data.sequences)]
+
+
+LAYOUTS = {
+    "recbole": ("a.inter", "user_id:token\titem_id:token\trating:float\ttimestamp:float\n", "\t", Layout()),
+    "movielens 100k": ("u.data", "", "\t", Layout()),
+    "movielens 1m": ("ratings.dat", "", "::", Layout()),
+    "movielens 10m, compressed": ("ratings.dat.gz", "", "::", Layout()),
+    "a header after all": ("a.dat", "user::item::stars::timestamp\n", "::", Layout()),
+    "semicolons": ("a.csv", "user;item;stars;timestamp\n", ";", Layout(";")),
+    "bars": ("a.txt", "user|item|stars|timestamp\n", "|", Layout("|")),
+    "letters that polars cannot split at": ("a.txt", "user→item→stars→timestamp\n", "→", Layout("→")),
+    "no header": ("a.csv", "", ",", Layout(headerless=True)),
+    "no header, semicolons": ("a.txt", "", ";", Layout(";", headerless=True)),
+}
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(tmp_path, monkeypatch, layout, size):
+    shrink(monkeypatch, size)
+    name, header, separator, options = LAYOUTS[layout]
+    table = [("u1", "b", "5", "9"), ("u2", "c", "1", "3"), ("u1", "a", "2", "4")]
+    text = header + "".join(separator.join(row) + "\n" for row in table)
+    path = write(tmp_path / name, gzip.compress(text.encode()) if name.endswith(".gz") else text)
+    data = interactions(path, layout=options)
+    assert names(data) == [["a", "b"], ["c"]]
+    assert data.facts[0] == f"{path}: 3 rows, 2 users, 3 items, times 3 to 9"
+    assert data.facts[1] == "  user 'u1', item 'b', timestamp '9'"
+    assert len(data.facts) == (4 if header else 5)
+    if not header:
+        places = "'user' is column 1, 'item' is column 2, 'timestamp' is column 4"
+        assert data.facts[4] == f"{path} has no header: {places}"
+    if layout == "a header after all":
+        return  # known by its names only
+    assert names(interactions(path, layout=options, user="2", item="1")) == [["u1"], ["u2"], ["u1"]]
+    held_out = encoded(path, data.vocabulary, [], layout=options)
+    assert rows(held_out.sequences) == rows(data.sequences)
+    with raises(f"{path}: no column '5'; there are {', '.join(map(repr, header_names(header, separator)))}"):
+        interactions(path, layout=options, user="5")
+
+
+def header_names(header: str, separator: str) -> list[str]:
+    return header.strip().split(separator) if header else list("1234")
+
+
+def test_other_encodings(tmp_path, monkeypatch):
+    """As Book-Crossing: latin-1, semicolons, quotes."""
+    path = write(tmp_path / "a.csv", '"User-ID";"ISBN"\n"1";"é;ü"\n"1";"b"\n'.encode("latin-1"))
+    options = {"user": "User-ID", "item": "ISBN"}
+    for size in (1, 3, 1 << 20):
+        shrink(monkeypatch, size)
+        data = interactions(path, layout=Layout(";", encoding="latin-1"), **options)
+        assert names(data) == [["é;ü", "b"]]
+    with raises(f"{path}, line 2: not UTF-8 text"):
+        interactions(path, layout=Layout(";"), **options)
+    path = write(tmp_path / "b.txt", "é b\nb ü\n".encode("utf-16"))
+    assert names(interactions(path, layout=Layout(encoding="utf-16"))) == [["é", "b"], ["b", "ü"]]
+    path = write(tmp_path / "c.txt", b"a b\n\xff\n")
+    with raises(f"{path}: not ascii text"):
+        interactions(path, layout=Layout(encoding="ascii"))
+
+
+@pytest.mark.parametrize("separator", ["\t", "::", ";", ",", "|"])
+def test_a_table_is_not_taken_for_sequences(tmp_path, separator):
+    path = write(tmp_path / "a.txt", "".join(separator.join(row) + "\n" for row in ("abc", "ade", "bac")))
+    option = "tab" if separator == "\t" else repr(separator)
+    line = separator.join("abc")
+    with raises(
+        f"{path}: looks like a table, {line!r}; give --sep {option}, with --no-header if the first line is a row, or "
+        "--sequences if each line is a sequence"
+    ):
+        interactions(path)
+    words = 3 if separator == "\t" else 1
+    assert [len(row) for row in rows(interactions(path, layout=Layout(sequences=True)).sequences)] == [words] * 3
+    write(path, f"a,b c{separator}d e\nf g\n")  # not in every line
+    assert len(interactions(path).sequences) == 2
+
+
+def test_a_missing_time_is_said(tmp_path):
+    path = write(tmp_path / "a.csv", "user,item,time,Date_added,x\n1,2,3,4,5\n1,3,2,4,5\n")
+    data = interactions(path)
+    assert rows(data.sequences) == [[0, 1]]
+    assert data.facts[0] == f"{path}: 2 rows, 1 users, 2 items"
+    assert data.facts[-1] == (
+        f"{path}: no column 'timestamp', using the order of the file; there is 'time', 'Date_added'"
+    )
+    assert interactions(write(tmp_path / "a.jsonl", '{"user": 1, "item": 2}\n{"user": 1, "item": 3}\n')).facts[-1] == (
+        f"{tmp_path / 'a.jsonl'}: no column 'timestamp', using the order of the file"
+    )
+
+
+def test_facts_tell_dates_and_what_was_dropped(tmp_path):
+    table = pl.DataFrame(
+        {
+            "user": ["u"] * 5,
+            "item": ["a", "b", "a", "b", "rare"],
+            "timestamp": [f"2020-01-0{day}" for day in (5, 2, 3, 4, 1)],
+        }
+    )
+    for suffix in (".csv", ".parquet"):
+        path = write_table(tmp_path, suffix, table.with_columns(pl.col("timestamp").str.to_datetime()))
+        data = interactions(path, min_count=2)
+        assert data.facts[0] == (
+            f"{path}: 5 rows, 1 users, 3 items, times 2020-01-01 00:00:00 to 2020-01-05 00:00:00, "
+            "dropped 1 rows of items seen less than 2 times"
+        )
+    path = write(tmp_path / "a.txt", f"u {'x' * 500} b c d e f g h i\nv b\n")
+    data = interactions(path, user_first=True)
+    assert data.facts[0] == f"{path}: 10 rows, 2 users, 9 items"
+    assert data.facts[1].endswith("x…' 'b' 'c' 'd' 'e' 'f' 'g' 'h' …")
+    assert data.facts[2] == "  user 'v': 'b'"
+    held_out = encoded(write(tmp_path / "b.txt", "u b new new\n"), data.vocabulary, [], user_first=True)
+    assert held_out.facts[0].endswith("3 rows, 1 users, 2 items, dropped 2 rows of items that are no class")
+
+
+def test_the_standard_input(tmp_path, monkeypatch):
+    content = io.TextIOWrapper(io.BytesIO(b"user;item\n1;2\n1;3\n"))
+    monkeypatch.setattr("sys.stdin", content)
+    (tmp_path / "read").mkdir()
+    data = read_interactions(Path("-"), tmp_path / "read", "x", layout=Layout(";"))
+    assert names(data) == [["2", "3"]]
+    assert not content.buffer.closed
+
+
+def test_files_that_are_none(tmp_path):
+    for name in ("a.csv", "a.jsonl", "a.txt", "a.parquet", "a.txt.gz"):
+        with pytest.raises(OSError, match=rf"{re.escape(str(tmp_path / name))}"):
+            interactions(tmp_path / name)
+        (tmp_path / name).mkdir()
+        with pytest.raises((OSError, ValueError), match=rf"^{re.escape(str(tmp_path / name))}: (a folder, )?not a"):
+            interactions(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a.csv.gz", "a.jsonl.gz", "a.txt.gz", "a.documents.gz"])
+def test_a_line_without_an_end_takes_little_memory(tmp_path, monkeypatch, name):
+    path = write(tmp_path / name, gzip.compress(b"a" * (3 << 20)))
+    for module in (files, delimited):
+        monkeypatch.setattr(module, "LONGEST", 1 << 20)
+    monkeypatch.setattr(delimited, "PIECE", 1 << 18)
+    with pytest.raises(ValueError, match=r"line 1: no end of the line in 1 MB"):
+        (labelled if "documents" in name else interactions)(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", "user,item,timestamp\n1,2,3\n1,3,{}\n"),
+        ("a.csv", "user,{}\n1,2\n"),
+        ("a.csv", "user,item\n1,{0}\n1,{0}\n"),
+        ("a.jsonl", '{{"{}": 1}}\n'),
+        ("a.jsonl", '{{"user": 1, "item": 2, "timestamp": "{}"}}\n'),
+        ("a.documents", "1 {}:1\n"),
+        ("a.documents", "{} 1:1\n"),
+        ("a.documents", "1 1:{}\n"),
+    ],
+)
+def test_messages_quote_little(tmp_path, name, content):
+    path = write(tmp_path / name, content.format("x" * 100_000))
+    with pytest.raises(ValueError, match="xxx") as caught:
+        (labelled if "documents" in name else interactions)(path)
+    assert len(str(caught.value)) < len(str(path)) + 250
 
 
 # ---------------------------------------------------------------- bounded memory

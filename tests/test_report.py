@@ -15,9 +15,11 @@ from rich.console import Console
 
 from manyclass import SampledSoftmax, report
 from manyclass.report import compare, page
-from manyclass.report.runs import COLUMNS
 from manyclass.train.export import FORMATS, export
+from manyclass.train.run import Metrics
 
+#: Those that every version wrote.
+COLUMNS = Metrics._fields[:8]
 VOID = {"meta"}
 
 

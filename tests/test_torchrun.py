@@ -133,7 +133,7 @@ def test_a_process_that_dies(restarts, uninterrupted, tmp_path):
             run(2, *options, "--out", "run", cwd=tmp_path)
         run(2, *options, "--out", "run", "--resume", cwd=tmp_path)
     assert metrics(tmp_path / "run") == metrics(folder / "run")
-    weights = [Run(place / "run").load()[0] for place in (tmp_path, folder)]
+    weights = [training.load(Run(place / "run"))[0].weights() for place in (tmp_path, folder)]
     for name, value in weights[0].items():
         assert torch.equal(value, weights[1][name]), name
 

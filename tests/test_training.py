@@ -3,16 +3,20 @@
 import csv
 import errno
 import math
+import os
+import subprocess
 
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from manyclass import functional
-from manyclass.train import evaluation, settings, training
+from manyclass.train import checkpoint, evaluation, settings, training
+from manyclass.train.checkpoint import Header
 from manyclass.train.data.ragged import Ragged
 from manyclass.train.models import LSTM, FeedForward, Transformer
-from manyclass.train.run import Metrics, Run
+from manyclass.train.run import Run
 from manyclass.train.settings import ClassifySettings, LanguageSettings, NextItemSettings
 from manyclass.train.tasks import TASKS
 from manyclass.train.tasks.base import IGNORE, every
@@ -121,8 +125,9 @@ def test_a_stopped_run_goes_on_to_the_same_numbers(tmp_path, name, options):
     assert len(rows) == len(expected)
     for row, other in zip(rows, expected, strict=True):
         assert repr(row._replace(seconds=0)) == repr(other._replace(seconds=0))  # bit for bit, nan too
-    for (key, value), (_, other) in zip(*(Run(f / "run").load()[0].items() for f in (parts, whole)), strict=True):
-        assert torch.equal(value, other), key
+    weights = [training.load(Run(folder / "run"))[0].weights() for folder in (parts, whole)]
+    for key, value in weights[0].items():
+        assert torch.equal(value, weights[1][key]), key
 
 
 def test_seeds_differ_and_repeat(tmp_path):
@@ -142,29 +147,96 @@ def test_a_run_cannot_go_on_with_other_settings(tmp_path):
         training.prepare("lm", settings_of("lm", tmp_path, steps=3, lr=0.5, resume=True))
     with pytest.raises(ValueError, match="is a run of lm, not of classify"):
         training.prepare("classify", settings_of("classify", tmp_path, steps=3, resume=True))
-    (tmp_path / "run" / "checkpoint-000000003" / "state.pt").write_bytes(b"broken")
-    with pytest.raises(ValueError, match=r"checkpoint .*checkpoint-000000003 is broken"):
+    (tmp_path / "run" / "checkpoint-000000003" / "state-0.safetensors").write_bytes(b"broken")
+    with pytest.raises(ValueError, match=r"checkpoint-000000003/state-0\.safetensors: .*header"):
         training.load(Run(tmp_path / "run"))
+
+
+HEADER = Header(world=1, first=0, last=2)
 
 
 def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
     run = Run(tmp_path)
-    run.save(1, {"a": torch.ones(2)}, {"x": 1})
+
+    def save(step, content, state):
+        with run.checkpoint(step) as folder:
+            checkpoint.save(folder, 0, HEADER, content, state)
+
+    def load():
+        reader = checkpoint.Reader(run.checkpoints()[-1])
+        return [reader.load(kind, 0, (0, 2)) for kind in (checkpoint.WEIGHTS, checkpoint.STATE)]
+
+    save(1, {"a": torch.ones(2)}, {"x": 1})
 
     def fail(*arguments):
-        raise OSError("disk full")
+        raise SafetensorError("disk full")
 
-    monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(OSError, match="disk full"):
-        run.save(2, {"a": torch.zeros(2)}, {"x": 2})
+    monkeypatch.setattr(checkpoint, "save_file", fail)
+    with pytest.raises(OSError, match=r"model-0.safetensors cannot be written: disk full"):
+        save(2, {"a": torch.zeros(2)}, {"x": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000000001"]
-    weights, state = run.load()
-    (tmp_path / ".99.checkpoint-000000002").mkdir()  # of a process that was killed
+    weights, state = load()
     assert torch.equal(weights["a"], torch.ones(2))
     assert state == {"x": 1}
     monkeypatch.undo()
-    run.save(2, weights, {"x": 2})
+    save(2, weights, {"x": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000000002"]
+    save(2, weights, {"x": 3})  # once more
+    assert load()[1] == {"x": 3}
+
+
+def test_a_checkpoint_keeps_every_kind_of_value(tmp_path):
+    base = torch.arange(6.0)
+    state = {
+        "numbers": [1, 2.5, True, None, "text", float("inf"), 0.1 + 0.2],
+        "nested": {"empty": {}, "list": [[torch.tensor(7), {"deep": torch.ones(0, 3)}]]},
+        "views": [base, base[2:4], base.view(2, 3).T, torch.tensor([1.5]).bfloat16(), torch.tensor([True])],
+    }
+    checkpoint.save(tmp_path, 0, HEADER, {}, state)
+    found = checkpoint.Reader(tmp_path).load(checkpoint.STATE, 0, (0, 2))
+    assert found["numbers"] == state["numbers"]
+    assert repr(found["nested"]) == repr(state["nested"])
+    for one, other in zip(found["views"], state["views"], strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    with pytest.raises(TypeError, match="a checkpoint cannot hold other: set"):
+        checkpoint.save(tmp_path, 0, HEADER, {}, {"other": {1}})
+
+
+@pytest.mark.parametrize("wanted", [(0, 7), (0, 2), (1, 5), (3, 4), (6, 7), (2, 2)])
+def test_any_rank_reads_the_rows_of_its_classes(tmp_path, wanted):
+    rows = torch.arange(14.0).view(7, 2)
+    for rank, (first, last) in enumerate([(0, 3), (3, 4), (4, 7)]):
+        content = {"weight": checkpoint.Rows(rows[first:last].clone()), "own": torch.tensor(rank)}
+        checkpoint.save(tmp_path, rank, Header(3, first, last), content, {"rank": rank})
+    reader = checkpoint.Reader(tmp_path)
+    if wanted[0] == wanted[1]:
+        return
+    assert (reader.world, reader.num_classes) == (3, 7)
+    found = reader.load(checkpoint.WEIGHTS, 1, wanted)
+    assert torch.equal(found["weight"], rows[slice(*wanted)])
+    assert found["own"] == 1
+    (tmp_path / "state-1.safetensors").write_bytes((tmp_path / "state-0.safetensors").read_bytes())
+    with pytest.raises(ValueError, match="its files are not of one checkpoint"):
+        checkpoint.Reader(tmp_path)
+
+
+def test_temporary_files_of_dead_processes_are_deleted(tmp_path):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    run = Run(tmp_path)
+    for name in (f".{dead.pid}.checkpoint-000000002", f".{os.getpid()}.data"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part").write_text("")
+    (tmp_path / f".{dead.pid}.metrics.csv").write_text("")
+    kept = [f".{os.getppid()}.evaluation.json", ".hidden", ".5x.y"]
+    for name in kept:
+        (tmp_path / name).write_text("")
+    with run.alone():
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+    (tmp_path / f".{os.getpid()}.metrics.csv").mkdir()  # of a process that had the same id
+    run.write_metrics([])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "metrics.csv"])
 
 
 def test_a_failed_reading_leaves_no_run(tmp_path):
@@ -447,9 +519,3 @@ def test_language_needs_one_source():
     for options in ({}, {"text": ["a"], "corpus": "python"}):
         with pytest.raises(ValueError, match="give a text, --text FILE, or --corpus python"):
             LanguageSettings(**options)
-
-
-def test_metrics_are_what_reports_read():
-    from manyclass.report.runs import COLUMNS
-
-    assert Metrics._fields == COLUMNS

@@ -20,10 +20,12 @@ from rich.progress import (
 )
 
 from ..train import training
+from ..train.data.files import STANDARD_INPUT
 from ..train.processes import Processes, launched
-from ..train.run import Metrics
+from ..train.run import Metrics, Run
 from ..train.settings import Settings
 from ..train.tasks import Task
+from ..train.tasks.base import read_facts
 
 
 def start(threads: int | None, processes: Processes | None = None) -> Console:
@@ -84,11 +86,19 @@ def prepare(name: str, settings: Settings, console: Console, processes: Processe
         getattr(settings, "data", None),
         getattr(settings, "heldout", None),
     ]
+    if sum(file == STANDARD_INPUT for file in files) > 1:
+        raise ValueError("only one file can be the standard input")
     size = sum(file.stat().st_size for file in files if file is not None and file.exists())
+    fresh = not Run(settings.out).exists()
     columns = ["reading the data", BarColumn(), DownloadColumn(), TimeElapsedColumn()]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=size or None)
-        return training.prepare(name, settings, lambda read: progress.advance(bar, read), processes)
+        task = training.prepare(name, settings, lambda read: progress.advance(bar, read), processes)
+    if fresh:
+        for line in read_facts(Run(settings.out).data)["lines"]:
+            shown = "".join(letter if letter.isprintable() else "\ufffd" for letter in line)  # no control codes
+            console.print(shown, soft_wrap=True, markup=False, highlight=False)
+    return task
 
 
 @contextmanager

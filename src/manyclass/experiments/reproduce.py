@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..bench.timing import write_csv
 from ..train.atomic import replacing
 from ..train.data.synth import synthesise
-from ..train.run import Metrics
+from ..train.run import Metrics, read_metrics
 
 FULL = "full"
 SAMPLERS = ("uniform", "unigram", "bigram", "quadratic", "quartic", "softmax")
@@ -268,7 +268,7 @@ def sweep(names: Sequence[str], preset: str, data: Path | None, out: Path, jobs:
         files = {name: sources(name, data, out) for name in names}
     waiting = [_job(point, preset, files[point.dataset], out) for point in wanted if not _result(out, point).exists()]
     run_jobs(waiting, len(wanted) - len(waiting), jobs, console)
-    return [Curve(point, _read(_result(out, point))) for point in wanted]
+    return [Curve(point, read_metrics(_result(out, point))) for point in wanted]
 
 
 def _result(out: Path, point: Point) -> Path:
@@ -285,14 +285,6 @@ def _job(point: Point, preset: str, files: Mapping[str, Path], out: Path) -> Job
 
     label = f"{point.dataset} {point.sampler} {point.negatives or ''}"
     return Job(label, folder, (("train", *command(point, preset, files, folder)),), keep_curve)
-
-
-def _read(file: Path) -> list[Metrics]:
-    with file.open(newline="") as handle:
-        return [
-            Metrics(*(float(row[name]) if row[name] else None for name in Metrics._fields))  # pyright: ignore
-            for row in csv.DictReader(handle)
-        ]
 
 
 def write(curves: Iterable[Curve], file: Path) -> None:

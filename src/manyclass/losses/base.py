@@ -10,6 +10,10 @@ from .. import fused, samplers
 from ..diagnostics import MEASURED, Diagnostics
 from ..sampled import SampledSoftmax
 
+#: Arguments of `SampledSoftmax` that these layers do not take, and why.
+REFUSED = dict.fromkeys(("tolerance", "shard"), "its loss is no estimate of the softmax loss")
+REFUSED |= dict.fromkeys(("classes", "cosine"), "it reads its class weights from a table")
+
 
 class SampledLoss(SampledSoftmax):
     """A `SampledSoftmax` whose training loss is another function of the positive and the negatives.
@@ -21,7 +25,7 @@ class SampledLoss(SampledSoftmax):
         num_classes: n, at least 2.
         sampler: as in `SampledSoftmax`.
         num_samples: as in `SampledSoftmax`.
-        options: as in `SampledSoftmax`, without ``tolerance`` and ``shard``, and options of the sampler.
+        options: as in `SampledSoftmax`, without those in `REFUSED`, and options of the sampler.
     """
 
     #: Whether negatives are never the target. If not, `_losses` needs the target's log-count, so one q for all classes.
@@ -35,8 +39,8 @@ class SampledLoss(SampledSoftmax):
         num_samples: int | None = None,
         **options: Any,
     ) -> None:
-        for name in {"tolerance", "shard"} & options.keys():
-            raise TypeError(f"{type(self).__name__} does not take {name}: its loss is no estimate of the softmax loss")
+        for name in sorted(REFUSED.keys() & options.keys()):
+            raise TypeError(f"{type(self).__name__} does not take {name}: {REFUSED[name]}")
         super().__init__(in_features, num_classes, sampler, num_samples, **options)
         if not self.excludes_target and type(self.sampler)._draw is samplers.Sampler._draw:
             raise ValueError(
@@ -45,7 +49,14 @@ class SampledLoss(SampledSoftmax):
             )
 
     def _sampled_losses(
-        self, query: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None, observe: bool
+        self,
+        query: Tensor,
+        target: Tensor,
+        context: Tensor | None,
+        generator: torch.Generator | None,
+        *,
+        observe: bool = False,
+        encode: bool = True,
     ) -> Tensor:
         target_log_count = None
         with torch.no_grad():

@@ -1,14 +1,11 @@
 """What a run's folder holds: settings, evaluations and curves."""
 
-import csv
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-COLUMNS = ("step", "epoch", "seconds", "lr", "train_loss", "heldout_loss", "bias", "num_samples")
-CONFIG = {"task": str, "num_classes": int, "settings": dict}
+from ..train import run as train
 
 
 @dataclass
@@ -60,46 +57,10 @@ class Run:
 
 def load(folder: Path) -> Run:
     """Read a run directory; an error names the file and says what is wrong with it."""
-    folder = folder.resolve()
-    if not (folder / "config.json").exists():
-        raise FileNotFoundError(f"{folder} is not the folder of a run: it has no config.json")
-    config = _load_json(folder / "config.json")
-    for key, kind in CONFIG.items():
-        if not isinstance(config.get(key), kind):
-            raise ValueError(f"{folder / 'config.json'}: {key!r} must be of type {kind.__name__}")
-    if not isinstance(config["settings"].get("sampler"), str):
-        raise ValueError(f"{folder / 'config.json'}: 'settings' must name the 'sampler'")
-    rows = _load_metrics(folder / "metrics.csv")
-    evaluation = folder / "evaluation.json"
-    return Run(folder, config, rows, _load_json(evaluation) if evaluation.exists() else None)
-
-
-def _load_json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file}: not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file}: must hold an object, not {type(found).__name__}")
-    return found
-
-
-def _load_metrics(file: Path) -> list[dict[str, float]]:
-    rows: list[dict[str, float]] = []
-    with file.open(newline="", encoding="utf-8") as handle:
-        reader = csv.DictReader(handle)
-        try:
-            missing = [column for column in COLUMNS if column not in (reader.fieldnames or COLUMNS)]
-            if missing:
-                raise ValueError(f"lacks the column {', '.join(missing)}")
-            for row in reader:
-                if None in row.values():
-                    raise ValueError(f"line {reader.line_num} is cut short")
-                rows.append({column: float(row[column] or "nan") for column in COLUMNS})
-                if not (math.isfinite(rows[-1]["step"]) and math.isfinite(rows[-1]["seconds"])):
-                    raise ValueError(f"line {reader.line_num} lacks the step or the seconds")
-        except (ValueError, csv.Error) as error:
-            raise ValueError(f"{file}: {error}") from error
-    if not rows:
-        raise ValueError(f"{file}: has no rows yet")
-    return rows
+    found = train.Run(folder.resolve())
+    config = found.config()
+    rows = [
+        {name: math.nan if value is None else float(value) for name, value in row._asdict().items()}
+        for row in found.metrics()
+    ]
+    return Run(found.folder, config, rows, found.evaluation())

@@ -1,154 +1,157 @@
-"""Checkpoints of a run by `torch.distributed.checkpoint`: every rank writes its part, any number of ranks reads it."""
+"""The files of a checkpoint: safetensors and JSON, so that reading them runs no code.
 
-import io
-import warnings
+Each rank writes ``model-RANK.safetensors``, its weights, and ``state-RANK.safetensors``, all else. Tensors that have a
+row for each class are written in parts, one per rank, and any number of ranks reads the rows that it needs.
+"""
+
+import hashlib
+import json
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load as read
-from torch.distributed.checkpoint.state_dict_saver import save as write
 
-from ..distributed import collectives, state
-from ..optim.lazy import HISTORY
-from .optimizers import state_by_name
-from .run import Run
+from .records import first_line, quoted, regular, typed
 
-WEIGHTS, OPTIMIZER, COMMON, RANK, STATE = "weights/", "optimizer/", "common", "rank/", "state/"
+#: Version of the format; another one is refused.
+FORMAT = 2
+WEIGHTS, STATE = "model", "state"
+#: How the JSON text refers to a tensor of the file, and to one that has the rows of this rank's classes.
+TENSOR, ROWS = "$tensor", "$rows"
 
 
-def save(run: Run, step: int, model: Any, optimizer: Any, common: dict[str, Any], own: dict[str, Any]) -> None:
-    """Write a checkpoint; called by all ranks.
+class Rows(NamedTuple):
+    """A tensor that has a row for each of this rank's classes."""
+
+    local: Tensor
+
+
+class Header(NamedTuple):
+    """What a rank says about its files."""
+
+    world: int
+    #: First class of the rank, and the one after its last.
+    first: int
+    last: int
+
+
+def save(folder: Path, rank: int, header: Header, weights: dict[str, Any], state: dict[str, Any]) -> None:
+    """Write the files of one rank; values may be nested dicts and lists of numbers, strings, tensors and `Rows`."""
+    for kind, content in ((WEIGHTS, weights), (STATE, state)):
+        file = _file(folder, kind, rank)
+        tensors: dict[str, Tensor] = {}
+        text = json.dumps({"format": FORMAT, **header._asdict(), "content": _pack(content, "", tensors)})
+        metadata = {"manyclass": text, "sha256": _digest(text)}
+        try:
+            save_file(_separate(tensors), file, metadata)
+        except SafetensorError as error:  # a full disk
+            raise OSError(f"{file} cannot be written: {first_line(error)}") from error
+
+
+class Reader:
+    """A checkpoint of any number of ranks.
 
     Args:
-        run: where to.
-        step: its name.
-        model: a `Model` with a `ShardedSampledSoftmax`.
-        optimizer: of the model.
-        common: what all ranks know.
-        own: what only this rank knows; ``own["state"]``, hidden states ``(layers, rows, features)``, is kept by row.
+        folder: where it is.
     """
-    head, rank = model.head, dist.get_rank()
-    content = {WEIGHTS + name: _whole(name, value, head) for name, value in model.weights().items()}
-    for name, values in state_by_name(model, optimizer).items():
-        for key, value in values.items():
-            content[f"{OPTIMIZER}{name}/{key}"] = _whole(name, torch.as_tensor(value), head, key)
-    own = dict(own)
-    content[f"{STATE}{rank}"] = _packed(own.pop("state"))
-    content[f"{RANK}{rank}"] = _packed(own)
-    content[COMMON] = _packed({**common, "world": dist.get_world_size()})
-    group = dist.group.WORLD
-    assert group is not None
-    with collectives.together("a checkpoint", group):
-        if rank == 0:
-            with run.checkpoint(step) as folder:
-                dist.broadcast_object_list([str(folder)], src=0)
-                write(content, checkpoint_id=folder)
-        else:
-            folders = [None]
-            dist.broadcast_object_list(folders, src=0)
-            write(content, checkpoint_id=folders[0])
-        dist.barrier()
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        first, self.content = self._read(STATE, 0)
+        self.world = first.world
+        self._headers = [first, *(self._read(STATE, rank)[0] for rank in range(1, self.world))]
+        end = 0
+        for header in self._headers:
+            if header.world != self.world or header.first != end or header.last < end:
+                raise ValueError(f"{folder}: its files are not of one checkpoint")
+            end = header.last
+        self.num_classes = end
+
+    def load(self, kind: str, rank: int, rows: tuple[int, int]) -> Any:
+        """Return what a rank wrote; `Rows` come as the classes ``rows``, first and one after the last, of all ranks."""
+        content = self._read(kind, rank)[1]
+        with _opened(_file(self.folder, kind, rank)) as file:
+            return self._unpack(content, file, kind, rows)
+
+    def _read(self, kind: str, rank: int) -> tuple[Header, Any]:
+        file = _file(self.folder, kind, rank)
+        with _opened(file) as opened:
+            metadata = opened.metadata() or {}
+        text = metadata.get("manyclass", "")
+        if _digest(text) != metadata.get("sha256"):
+            raise ValueError(f"{file}: not written by manyclass, or changed afterwards")
+        found = json.loads(text)
+        if found["format"] != FORMAT:
+            raise ValueError(f"{file}: has format {quoted(found['format'])}, but this version reads format {FORMAT}")
+        return Header(*(typed(found[name], int, name) for name in Header._fields)), found["content"]
+
+    def _unpack(self, value: Any, file: Any, kind: str, rows: tuple[int, int]) -> Any:
+        if isinstance(value, list):
+            return [self._unpack(one, file, kind, rows) for one in value]
+        if not isinstance(value, dict):
+            return value
+        if TENSOR in value:
+            return file.get_tensor(value[TENSOR])
+        if ROWS in value:
+            return self._rows(value[ROWS], kind, *rows)
+        return {key: self._unpack(one, file, kind, rows) for key, one in value.items()}
+
+    def _rows(self, key: str, kind: str, first: int, last: int) -> Tensor:
+        parts = []
+        for rank, header in enumerate(self._headers):
+            low, high = max(first, header.first), min(last, header.last)
+            if low < high:
+                with _opened(_file(self.folder, kind, rank)) as file:
+                    parts.append(file.get_slice(key)[low - header.first : high - header.first])
+        if sum(map(len, parts)) != last - first:
+            raise ValueError(f"{self.folder}: {quoted(key)} has no rows for the classes {first} to {last - 1}")
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def load(folder: Path, head: Any, part: tuple[int, int]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights and the rest, as `Run.load` gives them: whole, or what the layer ``head`` and ``part`` have of it.
-
-    What belongs to a rank (random numbers, the sampler's statistics) is there only for as many ranks as wrote it.
-    """
-    reader = FileSystemReader(folder)
-    sizes = dict(reader.read_metadata().state_dict_metadata)
-    common = _unpacked(_read(reader, {COMMON: sizes[COMMON]}, None)[COMMON])
-    same = common.pop("world") == part[1]
-    skipped = (RANK, STATE) if same else (RANK,)
-    wanted = {key: size for key, size in sizes.items() if not key.startswith(skipped) and key != COMMON}
-    if same:
-        wanted |= {key: sizes[key] for key in (f"{RANK}{part[0]}", f"{STATE}{part[0]}")}
-    found = _read(reader, wanted, head)
-    weights = {key.removeprefix(WEIGHTS): value for key, value in found.items() if key.startswith(WEIGHTS)}
-    optimizer: dict[str, dict[str, Any]] = {}
-    for key, value in found.items():
-        if key.startswith(OPTIMIZER):
-            name, field = key.removeprefix(OPTIMIZER).split("/")
-            optimizer.setdefault(name, {})[field] = value
-    ranks = sorted(int(key.removeprefix(STATE)) for key in found if key.startswith(STATE))
-    states = [_unpacked(found[f"{STATE}{rank}"]) for rank in ranks]
-    rest = {**common, "optimizer": optimizer, "random": None}
-    if same:
-        rest |= _unpacked(found[f"{RANK}{part[0]}"])
-        rest["state"] = states[0]
-    else:
-        rest["state"] = cut_state(_joined(states), part)
-    return weights, rest
+def _file(folder: Path, kind: str, rank: int) -> Path:
+    return folder / f"{kind}-{rank}.safetensors"
 
 
-def cut_optimizer(optimizer: dict[str, Any], head: Any) -> dict[str, Any]:
-    """The rows of this rank's classes in what an optimiser remembers of all classes."""
-    return {
-        name: {
-            key: value[head.shard.first : head.shard.last] if _has_rows(name, value, head.num_classes, key) else value
-            for key, value in values.items()
-        }
-        for name, values in optimizer.items()
-    }
+@contextmanager
+def _opened(file: Path) -> Any:
+    try:
+        with safe_open(regular(file), "pt") as opened:
+            yield opened
+    except SafetensorError as error:
+        raise ValueError(f"{file}: {first_line(error)}") from error
 
 
-def cut_state(state: Any, part: tuple[int, int]) -> Any:
-    """The rows of one process of hidden states ``(layers, rows, features)``."""
-    if state is None:
-        return None
-    rank, world = part
-    rows = state[0].shape[1]
-    return tuple(value[:, rank * rows // world : (rank + 1) * rows // world].contiguous() for value in state)
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _joined(states: list[Any]) -> Any:
-    if any(state is None for state in states):
-        return None
-    return tuple(torch.cat(parts, dim=1) for parts in zip(*states, strict=True))
+def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """Move the tensors of nested dicts and lists to ``tensors``, and return the rest as json knows it."""
+    if isinstance(value, Tensor | Rows):
+        tensors[path] = value.local if isinstance(value, Rows) else value
+        return {ROWS if isinstance(value, Rows) else TENSOR: path}
+    if isinstance(value, dict):
+        return {key: _pack(one, f"{path}/{key}" if path else key, tensors) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_pack(one, f"{path}/{number}", tensors) for number, one in enumerate(value)]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"a checkpoint cannot hold {path}: {type(value).__name__}")
 
 
-def _of_classes(name: str) -> bool:
-    return name in [f"head.{own}" for own in state.NAMES]
-
-
-def _has_rows(name: str, value: Any, rows: int, key: str = "") -> bool:
-    if key == HISTORY:
-        return False
-    return _of_classes(name) and isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
-
-
-def _whole(name: str, value: Tensor, head: Any, key: str = "") -> Tensor:
-    return state.as_sharded(value, head) if _has_rows(name, value, head.shard.last - head.shard.first, key) else value
-
-
-def _read(reader: Any, sizes: dict[str, Any], head: Any) -> dict[str, Tensor]:
-    """Tensors of a checkpoint; of those that are sharded, the rows that ``head`` has, or all without it."""
-    found: dict[str, Tensor] = {}
-    for key, size in sizes.items():
-        shape, dtype = list(size.size), size.properties.dtype
-        name = key.removeprefix(WEIGHTS) if key.startswith(WEIGHTS) else key.split("/")[-2] if "/" in key else key
-        by_class = _of_classes(name) and not key.endswith(f"/{HISTORY}")
-        if head is not None and by_class and shape[:1] == [head.num_classes]:
-            rows = torch.empty(head.shard.last - head.shard.first, *shape[1:], dtype=dtype)
-            found[key] = state.as_sharded(rows, head)
-        else:
-            found[key] = torch.empty(shape, dtype=dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # each process reads what it needs: there is nothing to agree on
-        read(found, storage_reader=reader, no_dist=True)
-    return {key: value.to_local() if hasattr(value, "to_local") else value for key, value in found.items()}  # pyright: ignore
-
-
-def _packed(content: Any) -> Tensor:
-    """Anything that torch can save, as bytes."""
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-
-
-def _unpacked(content: Tensor) -> Any:
-    return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
+def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy what shares memory: safetensors writes each tensor once."""
+    seen: set[int] = set()
+    separate = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().to("cpu").contiguous()
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != tensor.nbytes:
+            tensor = tensor.clone()
+        seen.add(tensor.untyped_storage().data_ptr())
+        separate[name] = tensor
+    return separate

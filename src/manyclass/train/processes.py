@@ -2,9 +2,10 @@
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -61,6 +62,30 @@ class Processes:
 
             with together(what, self._group()):
                 raise
+
+    @contextmanager
+    def shared_folder(self, made: Callable[[], AbstractContextManager[Path]]) -> Iterator[Path]:
+        """Enter a folder that the first process makes, and that all write to; it is complete when all have left.
+
+        If one of them fails, all do, and the first process leaves ``made`` with an error.
+        """
+        if self.world == 1:
+            with made() as folder:
+                yield folder
+            return
+        with ExitStack() as stack:
+            folders = [str(stack.enter_context(made())) if self.first else None]
+            with self.together("a checkpoint"):
+                dist.broadcast_object_list(folders, src=0)
+            failed = True
+            try:
+                yield Path(str(folders[0]))
+                failed = False
+            finally:
+                others = self.any(failed)  # waits for all
+            if others:
+                raise OSError("another process could not write its part of the checkpoint")
+        self.any(False)  # the folder has its name
 
     def after_first(self, done: bool) -> None:
         """The first process says that its work is done; the others wait for it, as long as that may take."""

@@ -2,18 +2,15 @@
 
 import csv
 import json
+import math
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
-from .atomic import replacing
+from .atomic import clear, remove, replacing
+from .records import first_line, read_json, regular, typed
 
 try:
     import fcntl
@@ -21,6 +18,8 @@ except ModuleNotFoundError:  # Windows has no locks that end with their process
     fcntl = None
 
 CHECKPOINT = "checkpoint-"
+#: Entries of ``config.json`` that every reader needs.
+CONFIG = {"task": str, "num_classes": int, "settings": dict}
 
 
 class Metrics(NamedTuple):
@@ -38,6 +37,30 @@ class Metrics(NamedTuple):
     #: Bias of the sampled loss in nats, measured on some examples of the last batch.
     bias: float | None
     num_samples: int | None
+
+
+def read_metrics(file: Path) -> list[Metrics]:
+    """Read ``metrics.csv``; empty cells are None, and so are columns that an older version did not write."""
+    rows: list[Metrics] = []
+    with regular(file).open(newline="", encoding="utf-8") as handle:
+        try:
+            reader = csv.DictReader(handle)
+            needed = [name for name in Metrics._fields if name not in Metrics._field_defaults]
+            missing = [name for name in needed if name not in (reader.fieldnames or needed)]
+            if missing:
+                raise ValueError(f"lacks the column {', '.join(missing)}")
+            for row in reader:
+                if None in row.values():
+                    raise ValueError(f"line {reader.line_num} is cut short")
+                found = [float(row[name]) if row.get(name) else None for name in Metrics._fields]
+                rows.append(Metrics(*found)._replace(heldout_loss=math.nan if found[5] is None else found[5]))  # pyright: ignore
+                if found[0] is None or found[2] is None or not math.isfinite(found[0] + found[2]):
+                    raise ValueError(f"line {reader.line_num} lacks the step or the seconds")
+        except (ValueError, csv.Error) as error:
+            raise ValueError(f"{file}: {first_line(error)}") from error
+    if not rows:
+        raise ValueError(f"{file}: has no rows yet")
+    return rows
 
 
 class Run:
@@ -58,22 +81,25 @@ class Run:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other processes from writing a run into this folder at the same time; whoever dies lets go of it."""
+        """Keep other processes from writing a run into this folder at the same time; a process that dies lets go of it.
+
+        Temporary files of processes that were killed are deleted.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
-        if fcntl is None:
-            yield
-            return
-        descriptor = os.open(self.folder, os.O_RDONLY)
+        descriptor = None if fcntl is None else os.open(self.folder, os.O_RDONLY)
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(f"{self.folder}: another process is writing a run there") from None
-            except OSError:  # a file system without locks
-                pass
+            if fcntl is not None and descriptor is not None:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise ValueError(f"{self.folder}: another process is writing a run there") from None
+                except OSError:  # a file system without locks
+                    pass
+            clear(self.folder)
             yield
         finally:
-            os.close(descriptor)
+            if descriptor is not None:
+                os.close(descriptor)
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         """Write ``name``, such as ``config.json``."""
@@ -81,63 +107,44 @@ class Run:
             file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
     def config(self) -> dict[str, Any]:
-        """What ``config.json`` says."""
+        """Read ``config.json``: who made the run, and its settings."""
         file = self.folder / "config.json"
         if not file.exists():
             raise FileNotFoundError(f"{self.folder} is not the folder of a run: it has no config.json")
-        try:
-            return json.loads(file.read_text("utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{file} is broken: {error}") from error
+        content = read_json(file)
+        for key, kind in CONFIG.items():
+            typed(content.get(key), kind, f"{file}: {key!r}")
+        if not isinstance(content["settings"].get("sampler"), str):
+            raise ValueError(f"{file}: 'settings' must name the 'sampler'")
+        return content
+
+    def evaluation(self) -> dict[str, Any] | None:
+        """Read ``evaluation.json``, if the run was evaluated."""
+        file = self.folder / "evaluation.json"
+        return read_json(file) if file.exists() else None
+
+    def metrics(self) -> list[Metrics]:
+        """Read ``metrics.csv``."""
+        return read_metrics(self.folder / "metrics.csv")
 
     def write_metrics(self, rows: list[Metrics]) -> None:
         """Write all of ``metrics.csv``."""
-        with replacing(self.folder / "metrics.csv") as file, file.open("w", newline="") as handle:
+        with replacing(self.folder / "metrics.csv") as file, file.open("w", newline="", encoding="utf-8") as handle:
             csv.writer(handle).writerows([Metrics._fields, *rows])
 
     @contextmanager
     def checkpoint(self, step: int) -> Iterator[Path]:
-        """A folder to write a checkpoint to. If all goes well it gets its name, and the ones before it are dropped."""
-        # Of a process that was killed while it wrote, too.
-        before = [*self._checkpoints(), *self.folder.glob(f".*.{CHECKPOINT}*")]
-        with replacing(self.folder / f"{CHECKPOINT}{step:09d}") as temporary:
+        """Give a folder to write a checkpoint to. If all goes well it gets its name, and older ones are deleted."""
+        name = f"{CHECKPOINT}{step:09d}"
+        remove(self.folder / name)  # a folder that is not empty cannot be replaced
+        with replacing(self.folder / name) as temporary:
             temporary.mkdir(parents=True)
             yield temporary
-        for path in before:
-            if path.name != f"{CHECKPOINT}{step:09d}":
-                shutil.rmtree(path)
+        for path in self.checkpoints():
+            if path.name != name:
+                remove(path)
 
-    def save(self, step: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Write a checkpoint of one process."""
-        with self.checkpoint(step) as folder:
-            save_file(weights, folder / "model.safetensors")
-            torch.save(state, folder / "state.pt")
-
-    def load(self, head: Any = None, part: tuple[int, int] = (0, 1)) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The last checkpoint: weights and the rest; None if there is none yet.
-
-        It may have been written by any number of processes. For one of several, ``part``, the rest is what its sharded
-        layer ``head`` and its rows of the batch have of it.
-        """
-        found = self._checkpoints()
-        if not found:
-            return None
-        folder = found[-1]
-        try:
-            if (folder / ".metadata").exists():
-                from . import checkpoint
-
-                return checkpoint.load(folder, head, part)
-            weights = load_file(folder / "model.safetensors")
-            rest = torch.load(folder / "state.pt", weights_only=True)
-        except Exception as error:  # a broken pickle can raise anything
-            raise ValueError(f"the checkpoint {folder} is broken: {f'{error} '.splitlines()[0]}") from error
-        if head is not None:
-            from . import checkpoint
-
-            rest["optimizer"] = checkpoint.cut_optimizer(rest["optimizer"], head)
-            rest["state"], rest["random"] = checkpoint.cut_state(rest["state"], part), None
-        return weights, rest
-
-    def _checkpoints(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob(f"{CHECKPOINT}*") if path.is_dir())
+    def checkpoints(self) -> list[Path]:
+        """List the folders of checkpoints, the last one last."""
+        numbered = "[0-9]" * 9
+        return sorted(path for path in self.folder.glob(f"{CHECKPOINT}{numbered}") if path.is_dir())

@@ -1,12 +1,15 @@
 """What a training run is told: the options of the command line, and what ``config.json`` remembers."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from .. import checks, samplers
 from ..budget import NUM_SAMPLES
+from .data.files import check_encoding
+from .records import first_line, quoted, typed
 
 PANELS = DATA, MODEL, LAYER, TRAINING, RUN = ("Data", "Model", "Output layer", "Training", "Run")
 #: They do not change what is learned, so a resumed run may have others.
@@ -80,13 +83,13 @@ Prediction = Annotated[
     Literal["softmax", "absolute"],
     _option(LAYER, "p ∝ exp(o), or p ∝ exp(|o|), which suits `quadratic` and `quartic`."),
 ]
-Features = Annotated[int, _option(MODEL, "Size of embeddings and hidden layers.", min=1)]
+Features = Annotated[int, _option(MODEL, "Size of embeddings and hidden layers.", min=1, max=100_000)]
 Dropout = Annotated[float, _option(MODEL, "Share of hidden values to drop in training.", min=0.0, max=0.95)]
-Layers = Annotated[int, _option(MODEL, "Layers of the LSTM or of the transformer.", min=1)]
+Layers = Annotated[int, _option(MODEL, "Layers of the LSTM or of the transformer.", min=1, max=100)]
 Tied = Annotated[bool, _option(MODEL, "Use the input embeddings as output weights, too.", "--tied")]
 Heldout = Annotated[Path | None, _option(DATA, "File to evaluate on; default: a part of the data is held out.")]
 MinCount = Annotated[int, _option(DATA, "Classes are what occurs at least this often.", min=1)]
-Batch = Annotated[int, _option(TRAINING, "Streams of text, users, or documents in a step.", min=1)]
+Batch = Annotated[int, _option(TRAINING, "Streams of text, users, or documents in a step.", min=1, max=10_000_000)]
 Epochs = Annotated[float, _option(TRAINING, "Passes over the data.", min=0.0)]
 Rate = Annotated[float, _option(TRAINING, "Learning rate.", "--lr")]
 
@@ -118,9 +121,13 @@ class Settings:
     ] = "linear"
     clip: Annotated[float, _option(TRAINING, "Largest norm of the gradients of a step.")] = 5.0
     epochs: Epochs = 1.0
-    steps: Annotated[int | None, _option(TRAINING, "Training steps, instead of --epochs.", min=1)] = None
-    seed: Annotated[int, _option(TRAINING, "Seed of weights, order of the data, and draws.")] = 0
-    evaluations: Annotated[int, _option(RUN, "Evaluations at even intervals, with a checkpoint each.", min=1)] = 10
+    steps: Annotated[int | None, _option(TRAINING, "Training steps, instead of --epochs.", min=1, max=999_999_999)] = (
+        None
+    )
+    seed: Annotated[int, _option(TRAINING, "Seed of weights, order of the data, and draws.", min=0, max=2**40)] = 0
+    evaluations: Annotated[
+        int, _option(RUN, "Evaluations at even intervals, with a checkpoint each.", min=1, max=100_000)
+    ] = 10
     eval_examples: Annotated[
         int, _option(RUN, "Held-out examples of these; `manyclass evaluate` takes all.", min=1)
     ] = 10_000
@@ -133,9 +140,11 @@ class Settings:
     timeout: Annotated[
         float, _option(RUN, "Under torchrun: seconds after which a process that does not answer ends the run.", min=1)
     ] = 300.0
+    encoding: Annotated[str, _option(DATA, "Encoding of text files, such as latin-1.")] = "utf-8"
     tensorboard: Annotated[bool, _option(RUN, "Write events for TensorBoard, too.", "--tensorboard")] = False
 
     def __post_init__(self) -> None:
+        self.encoding = check_encoding(self.encoding)
         for name in ("lr", "clip", "epochs", "tolerance"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -166,12 +175,33 @@ class Settings:
             for name, value in dataclasses.asdict(self).items()
         }
 
+    @classmethod
+    def from_json(cls, values: dict[str, Any], file: Path) -> Any:
+        """Read what `to_json` returned. Settings that are missing, since an older version wrote them, are defaults."""
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        for name in values.keys() - fields.keys():
+            raise ValueError(f"{file}: unknown setting {quoted(name)}; a newer version may have written it")
+        found = {}
+        for name, value in values.items():
+            what, more = f"{file}: setting {name!r}", shown(fields[name]).more
+            found[name] = typed(value, fields[name].type.__origin__, what)  # pyright: ignore
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{what} must be finite, got {value}")
+            if isinstance(value, int | float) and not more.get("min", value) <= value <= more.get("max", value):
+                raise ValueError(f"{what} must be in [{more.get('min', '…')}, {more.get('max', '…')}], got {value}")
+        try:
+            return cls(**found)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{file}: {first_line(error)}") from None
+
     def differences(self, other: dict[str, Any]) -> list[str]:
         """Names of the settings that differ from those of another run, of those that change what is learned."""
         taken = {} if self.sampler == FULL else samplers.options(self.sampler)
 
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+
         def effective(settings: dict[str, Any], name: str) -> Any:
-            value = settings.get(name)
+            value = settings.get(name, defaults[name])
             return taken.get(name) if name in SAMPLER_OPTIONS and (value is None or name not in taken) else value
 
         mine = self.to_json()
@@ -203,7 +233,7 @@ class LanguageSettings(Settings):
     dropout: Dropout = 0.0
     tied: Tied = False
     batch: Batch = 32
-    length: Annotated[int, _option(TRAINING, "Words that gradients flow back through.", min=1)] = 20
+    length: Annotated[int, _option(TRAINING, "Words that gradients flow back through.", min=1, max=100_000)] = 20
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -216,14 +246,26 @@ class LanguageSettings(Settings):
 class NextItemSettings(Settings):
     """Train a recommender: predict the next item of a user from the items before it.
 
-    Needs only a table with the columns user, item and timestamp (.csv, .tsv, .parquet, .jsonl), or a text with one
-    sequence of items per line:  manyclass train next-item --interactions clicks.csv
+    Needs only a table with the columns user, item and timestamp (.csv, .tsv, .parquet, .jsonl; RecBole's .inter;
+    MovieLens's .data and .dat), or a text with one sequence of items per line:
+    manyclass train next-item --interactions clicks.csv
     """
 
-    interactions: Annotated[Path, _option(DATA, "The table, or the sequences.", show_default=False)]
+    interactions: Annotated[
+        Path, _option(DATA, "The table, or the sequences; - is the standard input.", show_default=False)
+    ]
     heldout: Heldout = None
-    user: Annotated[str, _option(DATA, "Column of the user.")] = "user"
-    item: Annotated[str, _option(DATA, "Column of the item.")] = "item"
+    sep: Annotated[
+        str | None, _option(DATA, "What separates the fields of a table, such as `;`, `::` or `tab`; default: by name.")
+    ] = None
+    no_header: Annotated[
+        bool, _option(DATA, "The first line of the table is a row; columns have numbers, from 1.", "--no-header")
+    ] = False
+    sequences: Annotated[
+        bool, _option(DATA, "Each line is a sequence, even if it looks like a row of a table.", "--sequences")
+    ] = False
+    user: Annotated[str, _option(DATA, "Column of the user, by name or number.")] = "user"
+    item: Annotated[str, _option(DATA, "Column of the item, by name or number.")] = "item"
     timestamp: Annotated[str, _option(DATA, "Column of the time; without it, the order of the file counts.")] = (
         "timestamp"
     )
@@ -237,7 +279,8 @@ class NextItemSettings(Settings):
         _option(MODEL, "A causal transformer, or the paper's network on the three items before."),
     ] = "transformer"
     history: Annotated[
-        int | None, _option(MODEL, "Items that the model looks back; default: 50, or 3 for feed-forward.", min=1)
+        int | None,
+        _option(MODEL, "Items that the model looks back; default: 50, or 3 for feed-forward.", min=1, max=10_000),
     ] = None
     features: Features = 64
     layers: Layers = 2
@@ -245,6 +288,14 @@ class NextItemSettings(Settings):
     tied: Tied = False
     batch: Batch = 128
     epochs: Epochs = 10.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sep = {"tab": "\t", "\\t": "\t"}.get(self.sep or "", self.sep)
+        if self.sep is not None and (not self.sep or set(self.sep) & set('\r\n"\0')):
+            raise ValueError(f"--sep must be characters within a line, got {quoted(self.sep)}")
+        if self.sequences and (self.sep is not None or self.no_header):
+            raise ValueError("--sequences is for one sequence per line, so it takes no --sep and no --no-header")
 
 
 @dataclass(kw_only=True)

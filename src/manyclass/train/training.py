@@ -2,10 +2,9 @@
 
 import math
 import platform
-import shutil
 import time
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -13,14 +12,19 @@ import torch
 
 from ..clip import clip_grad_norm_
 from . import optimizers as optimisation
-from .atomic import replacing
+from . import state as saved
+from .atomic import remove, replacing
+from .checkpoint import FORMAT
 from .data import Vocabulary
 from .data.files import Advance, ignore
+from .data.vocabulary import digest
 from .evaluation import evaluate
 from .model import Model
 from .processes import Processes
-from .run import Metrics, Run
+from .records import first_line, quoted
+from .run import CHECKPOINT, Metrics, Run
 from .settings import Settings
+from .state import State
 from .tasks import TASKS, Task
 
 # The TensorFlow tutorial's schedule, which the paper trained with: 39 epochs, of which six at the full rate.
@@ -28,7 +32,7 @@ PAPER_EPOCHS, PAPER_CONSTANT, PAPER_DECAY = 39, 6, 0.8
 
 
 class Observer:
-    """Is told how a run goes on, and asked whether to go on; this one says nothing and lets it go on."""
+    """Receive progress callbacks and optionally request a stop. The default does neither."""
 
     def step(self, step: int, steps: int, last: Metrics) -> None:
         """A step is done."""
@@ -44,37 +48,39 @@ def prepare(name: str, settings: Settings, advance: Advance = ignore, processes:
     Of several processes the first does it, and all get their part of every batch.
     """
     processes = processes or Processes()
+    part = (processes.rank, processes.world)
     if processes.first:
-        task = _prepare(name, settings, advance)
+        task = _prepare(name, settings, advance, part)
         processes.after_first(done=True)
-    else:
-        processes.after_first(done=False)
-        run = Run(settings.out)
-        task = TASKS[name][1](settings, run.data, Vocabulary.read(run.vocabulary))
-    task.part = (processes.rank, processes.world)
-    return task
+        return task
+    processes.after_first(done=False)
+    run = Run(settings.out)
+    return TASKS[name][1](settings, run.data, Vocabulary.read(run.vocabulary), part)
 
 
-def _prepare(name: str, settings: Settings, advance: Advance) -> Task[Any]:
+def _prepare(name: str, settings: Settings, advance: Advance, part: tuple[int, int]) -> Task[Any]:
     run, (_, kind) = Run(settings.out), TASKS[name]
     if run.exists():
         if not settings.resume:
             raise FileExistsError(f"{settings.out} holds a run already: give --resume, or another --out")
-        config = run.config()
-        if config["task"] != name:
-            raise ValueError(f"{settings.out} is a run of {config['task']}, not of {name}")
-        for option in settings.differences(config["settings"]):
-            new, old = settings.to_json()[option], config["settings"].get(option)
-            raise ValueError(f"{settings.out} was begun with {option}={old}, so it cannot go on with {option}={new}")
-        return kind(settings, run.data, Vocabulary.read(run.vocabulary))
+        with usable(run):
+            config = _read_config(run)
+            if config["task"] != name:
+                raise ValueError(f"{settings.out} is a run of {config['task']}, not of {name}")
+            before = type(settings).from_json(config["settings"], run.folder / "config.json").to_json()
+            for option in settings.differences(before):
+                new, old = settings.to_json()[option], before[option]
+                raise ValueError(
+                    f"{settings.out} was begun with {option}={old}, so it cannot go on with {option}={new}"
+                )
+            return kind(settings, run.data, _vocabulary(run, config), part)
     with run.alone():
         try:
             with replacing(run.data) as temporary:
                 temporary.mkdir()
                 vocabulary = kind.prepare(settings, temporary, advance)
-                task = kind(settings, temporary, vocabulary)  # complains if it cannot be trained on
-                if run.data.exists():  # of a run that was stopped before it had begun
-                    shutil.rmtree(run.data)
+                task = kind(settings, temporary, vocabulary, part)  # complains if it cannot be trained on
+                remove(run.data)  # of a run that was stopped before it had begun
         except BaseException:
             with suppress(OSError):  # leave nothing behind
                 settings.out.rmdir()
@@ -98,89 +104,74 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
     torch.manual_seed(settings.seed)
     model = Model(task, settings)
     if processes.first and not run.exists():  # not before: what no model can be made of is no run
-        run.write_json("config.json", _config(task))
+        run.write_json("config.json", _config(task, run))
     optimizer = optimisation.make(model, settings)
     steps = settings.steps or max(1, round(settings.epochs * task.steps_per_epoch))
     milestones = {round(steps * part / settings.evaluations) for part in range(settings.evaluations + 1)} - {0}
-    step, seconds, state, rows = 0, 0.0, None, []
-    total, count = 0.0, 0
+    state = State()
+    _start(run, model, optimizer, state, processes, settings.seed)
+    events = _events(settings, state.step) if processes.first else lambda row: None
+    if not state.rows:
+        state.rows.append(_measured(model, task, state, steps, processes))
 
-    def checkpoint() -> None:
-        common = {"model": model.buffers_and_extras(), "rows": [list(row) for row in rows]}
-        own = {"random": torch.get_rng_state(), "state": state, "progress": [step, seconds, total, count]}
-        if processes.world == 1:
-            remembered = optimisation.state_by_name(model, optimizer)
-            run.save(step, model.weights(), {**common, **own, "optimizer": remembered})
-        else:
-            from . import checkpoint
-
-            own["shard"] = model.head.shard_state()  # pyright: ignore[reportCallIssue]
-            checkpoint.save(run, step, model, optimizer, {**common, "progress": own["progress"]}, own)
-        if processes.first:
-            run.write_metrics(rows)
-
-    def evaluation() -> Metrics:
-        bias = number = None
-        if settings.sampler != "full":
-            number = model.head.num_samples
-            bias = model.head.diagnostics().bias if step else None
-        rate = settings.lr * schedule(settings.schedule, max(0, step - 1) / steps)
-        loss = evaluate(model, task, settings.eval_examples)["loss"]
-        mean = processes.sums([total])[0] / (count * processes.world) if count else None
-        return Metrics(step, step / task.steps_per_epoch, seconds, rate, mean, loss, bias, number)
-
-    found = run.load(model.head if processes.world > 1 else None, task.part)
-    events = _events(settings, found[1]["progress"][0] if found else 0) if processes.first else lambda row: None
-    if found is not None:
-        weights, rest = found
-        model.restore(weights, rest["model"])
-        optimisation.load_state_by_name(model, optimizer, rest["optimizer"])
-        state, (step, seconds, total, count) = rest["state"], rest["progress"]
-        rows = [Metrics(*row) for row in rest["rows"]]
-        if processes.first:
-            run.write_metrics(rows)
-    if processes.world > 1:
-        model.parallelise()
-        torch.manual_seed((settings.seed * 1_000_003 + step) * processes.world + processes.rank)  # draws, dropout
-    if found is not None:
-        if "shard" in found[1]:
-            model.head.load_shard_state(found[1]["shard"])  # pyright: ignore[reportCallIssue]
-        if found[1]["random"] is not None:
-            torch.set_rng_state(found[1]["random"])
-    else:
-        rows.append(evaluation())
-    while step < steps:
+    while state.step < steps:
         started = time.perf_counter()
         for group in optimizer.param_groups:
-            group["lr"] = settings.lr * schedule(settings.schedule, step / steps)
-        batch = task.batch(step)
-        if step % task.steps_per_epoch == 0:
-            state = None
+            group["lr"] = settings.lr * schedule(settings.schedule, state.step / steps)
+        if state.step % task.steps_per_epoch == 0:
+            state.hidden = None
         with processes.together("gradients"):
-            loss, state = model(batch, state)
+            loss, state.hidden = model(task.batch(state.step), state.hidden)
             model.zero_grad()
             loss.backward()
         clip_grad_norm_(model.parameters(), settings.clip)
         optimizer.step()
-        step += 1
-        seconds += time.perf_counter() - started
-        total, count = total + float(loss.detach()), count + 1
-        if step in milestones:
+        state.step += 1
+        state.seconds += time.perf_counter() - started
+        state.total, state.count = state.total + float(loss.detach()), state.count + 1
+        if state.step in milestones:
             optimisation.complete(optimizer)
-            rows.append(evaluation())
-            total, count = 0.0, 0
-            events(rows[-1])
+            state.rows.append(_measured(model, task, state, steps, processes))
+            state.total, state.count = 0.0, 0
+            events(state.rows[-1])
         stopped = processes.any(observer.stopped())
-        if step in milestones or step % settings.checkpoint_every == 0 or stopped:
-            checkpoint()
-        observer.step(step, steps, rows[-1])
+        if state.step in milestones or state.step % settings.checkpoint_every == 0 or stopped:
+            saved.write(run, model, optimizer, state, processes)
+        observer.step(state.step, steps, state.rows[-1])
         if stopped:
             break
-    return rows
+    return state.rows
 
 
-def _config(task: Task[Any]) -> dict[str, Any]:
+def _start(run: Run, model: Model, optimizer: Any, state: State, processes: Processes, seed: int) -> None:
+    """Restore the last checkpoint, if there is one, and let each of several processes draw its own numbers."""
+    last = run.checkpoints()[-1:]
+    if processes.world > 1:
+        step = int(last[0].name.removeprefix(CHECKPOINT)) if last else 0
+        model.parallelise()
+        torch.manual_seed((seed * 1_000_003 + step) * processes.world + processes.rank)  # draws, dropout
+    if last:
+        with usable(run):
+            saved.restore(last[0], model, optimizer, state, processes)
+        if processes.first:
+            run.write_metrics(state.rows)
+
+
+def _measured(model: Model, task: Task[Any], state: State, steps: int, processes: Processes) -> Metrics:
+    """Evaluate on held-out data."""
+    settings, bias, number = task.settings, None, None
+    if settings.sampler != "full":
+        number = model.head.num_samples
+        bias = model.head.diagnostics().bias if state.step else None
+    rate = settings.lr * schedule(settings.schedule, max(0, state.step - 1) / steps)
+    loss = evaluate(model, task, settings.eval_examples)["loss"]
+    mean = processes.sums([state.total])[0] / (state.count * processes.world) if state.count else None
+    return Metrics(state.step, state.step / task.steps_per_epoch, state.seconds, rate, mean, loss, bias, number)
+
+
+def _config(task: Task[Any], run: Run) -> dict[str, Any]:
     return {
+        "format": FORMAT,
         "task": task.name,
         "manyclass": version("manyclass"),
         "torch": torch.__version__,
@@ -189,8 +180,43 @@ def _config(task: Task[Any]) -> dict[str, Any]:
         "train_examples": task.train_examples,
         "heldout_examples": task.heldout_examples,
         "threads": torch.get_num_threads(),
+        "vocabulary": digest(run.vocabulary),
         "settings": task.settings.to_json(),
     }
+
+
+def _read_config(run: Run) -> dict[str, Any]:
+    config = run.config()
+    if config.get("format") != FORMAT:
+        raise ValueError(
+            f"{run.folder / 'config.json'}: has format {quoted(config.get('format'))}, but this version reads {FORMAT}"
+        )
+    if config["task"] not in TASKS:
+        raise ValueError(f"{run.folder / 'config.json'}: unknown task {quoted(config['task'])}")
+    return config
+
+
+def _vocabulary(run: Run, config: dict[str, Any]) -> Vocabulary:
+    if digest(run.vocabulary) != config.get("vocabulary"):
+        raise ValueError(f"{run.vocabulary}: not the file that the run was begun with")
+    vocabulary = Vocabulary.read(run.vocabulary)
+    if len(vocabulary.names) != config["num_classes"]:
+        raise ValueError(f"{run.vocabulary}: has {len(vocabulary.names)} classes, the run {config['num_classes']}")
+    return vocabulary
+
+
+@contextmanager
+def usable(run: Run) -> Iterator[None]:
+    """Turn whatever the files of a run can cause into a `ValueError` of one line that names the folder."""
+    try:
+        yield
+    except OSError:
+        raise
+    except ValueError as error:
+        message = first_line(error)
+        raise ValueError(message if str(run.folder) in message else f"{run.folder}: {message}") from error
+    except Exception as error:
+        raise ValueError(f"{run.folder} cannot be used: {type(error).__name__}: {first_line(error)}") from error
 
 
 def schedule(name: str, done: float) -> float:
@@ -204,16 +230,17 @@ def schedule(name: str, done: float) -> float:
 
 def load(run: Run) -> tuple[Model, Task[Any], int]:
     """The model of a run's last checkpoint, its task and its step."""
-    config = run.config()
-    settings_type, kind = TASKS[config["task"]]
-    settings = settings_type(**{**config["settings"], "out": run.folder})
-    task = kind(settings, run.data, Vocabulary.read(run.vocabulary))
-    found = run.load()
-    if found is None:
-        raise ValueError(f"{run.folder} has no checkpoint yet")
-    model = Model(task, settings)
-    model.restore(found[0], found[1]["model"])
-    return model.eval(), task, found[1]["progress"][0]
+    with usable(run):
+        config = _read_config(run)
+        settings_type, kind = TASKS[config["task"]]
+        settings = settings_type.from_json({**config["settings"], "out": str(run.folder)}, run.folder / "config.json")
+        task = kind(settings, run.data, _vocabulary(run, config))
+        last = run.checkpoints()[-1:]
+        if not last:
+            raise ValueError(f"{run.folder} has no checkpoint yet")
+        model = Model(task, settings)
+        step = saved.restore_model(last[0], model)
+    return model.eval(), task, step
 
 
 def _events(settings: Settings, step: int) -> Callable[[Metrics], None]:

@@ -1,4 +1,4 @@
-"""Tables as text, ``.csv`` and ``.tsv``: cut at line ends into pieces, which polars reads one by one."""
+"""Tables as text, ``.csv`` and the like: cut at line ends into pieces, which polars reads one by one."""
 
 import csv
 import io
@@ -8,34 +8,56 @@ from typing import Any
 
 import polars as pl
 
-from .columns import Batch, Columns, Record, first_line
-from .files import Advance, bare_suffix, decode_lines, open_bytes
+from ..records import first_line
+from .columns import Batch, Columns, Layout, Record
+from .files import LONGEST, Advance, bare_suffix, decode_lines, open_bytes
 
-SEPARATORS = {".csv": ",", ".tsv": "\t"}
+#: What is between the fields, and whether the first line has names. ``.inter`` is RecBole's, the last two MovieLens's.
+SUFFIXES = {
+    ".csv": (",", True),
+    ".tsv": ("\t", True),
+    ".inter": ("\t", True),
+    ".data": ("\t", False),
+    ".dat": ("::", False),
+}
+#: Fields between these may be in quotes.
+QUOTED = (",", ";")
 #: Bytes of a piece, but for a line that is longer.
 PIECE = 1 << 23
-#: Bytes of the longest line; a longer one is that of a quote without an end.
-LONGEST = 1 << 26
+#: Stands for a separator that polars cannot split at, inside of this module.
+UNIT = "\x1f"
 
 
-def read_delimited(file: Path, columns: Columns, advance: Advance) -> Iterator[Batch]:
+def read_delimited(file: Path, columns: Columns, advance: Advance, layout: Layout) -> Iterator[Batch]:
     """All columns are strings, so that names stay what the file says; memory: a piece."""
-    separator = SEPARATORS[bare_suffix(file)]
-    quoted = separator == ","
-    quote = '"' if quoted else None
-    options: dict[str, Any] = {"separator": separator, "quote_char": quote, "infer_schema": False}
-    header, names, chosen = b"", [], []
-    for line, rows in _pieces(file, quoted, advance):
+    usual, named = SUFFIXES.get(bare_suffix(file), (",", True))
+    separator = layout.separator or usual
+    quoted = separator in QUOTED
+    options: dict[str, Any] = {"separator": separator, "quote_char": '"' if quoted else None, "infer_schema": False}
+    if len(separator.encode()) > 1:
+        options["separator"] = UNIT
+    header, names, chosen = b"", [], {}
+    for line, rows in _pieces(file, quoted, advance, layout.encoding):
+        if options["separator"] != separator:
+            if UNIT.encode() in rows:
+                raise ValueError(f"{file}: has the character {UNIT!r}, which cannot be read with --sep {separator}")
+            rows = rows.replace(separator.encode(), UNIT.encode())
         if not names:
             end = _header_end(rows, quoted)
-            header, rows = rows[:end], rows[end:]
+            header = rows[:end]
             if not header.strip(b"\r\n"):  # nothing but blank lines so far
                 continue
             names = _names(file, header, line, options)
-            chosen = columns.present(file, names)
-            line += header.count(b"\n")
+            headerless = layout.headerless or not (named or {columns.user, columns.item} <= set(names))
+            if headerless:
+                names = [str(number) for number in range(1, len(names) + 1)]
+                header = options["separator"].join(names).encode() + b"\n"
+            else:
+                rows = rows[end:]
+                line += header.count(b"\n")
+            chosen = columns.find(file, names, headerless)
         if rows:
-            yield _read(_Piece(file, rows, line, separator, names), header, chosen, options)
+            yield _read(_Piece(file, rows, line, options, names, chosen), header)
     if not names:
         raise ValueError(f"{file}: the file is empty")
 
@@ -43,22 +65,28 @@ def read_delimited(file: Path, columns: Columns, advance: Advance) -> Iterator[B
 class _Piece:
     """Rows as they are in the file; ``line`` is the number of the first."""
 
-    def __init__(self, file: Path, rows: bytes, line: int, separator: str, names: list[str]):
-        self.file, self.rows, self.line, self.separator, self.names = file, rows, line, separator, names
+    def __init__(
+        self, file: Path, rows: bytes, line: int, options: dict[str, Any], names: list[str], chosen: dict[str, str]
+    ):
+        self.file, self.rows, self.line, self.options = file, rows, line, options
+        self.names, self.chosen = names, chosen
 
     def records(self) -> Iterator[tuple[str, Record]]:
         """See `Batch.records`."""
         lines = (text for _, text in decode_lines(self.file, io.BytesIO(self.rows), self.line))
-        if self.separator == ",":
-            reader = csv.reader(lines, strict=True)
+        delimiter = self.options["separator"]
+        if self.options["quote_char"]:
+            reader = csv.reader(lines, delimiter=delimiter, strict=True)
         else:
-            reader = csv.reader(lines, delimiter=self.separator, quoting=csv.QUOTE_NONE)
+            reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE)
         try:
             for row in reader:
                 if row and len(row) != len(self.names):
                     raise csv.Error(f"{len(row)} fields, but the header has {len(self.names)}")
                 if row:
-                    yield f"line {self.line + reader.line_num - 1}", dict(zip(self.names, row, strict=True))
+                    record = dict(zip(self.names, row, strict=True))
+                    place = f"line {self.line + reader.line_num - 1}"
+                    yield place, {wanted: record[found] for wanted, found in self.chosen.items()}
         except csv.Error as error:
             raise ValueError(f"{self.file}, line {self.line + reader.line_num - 1}: {error}") from None
 
@@ -68,16 +96,17 @@ class _Piece:
             pass
 
 
-def _read(piece: _Piece, header: bytes, chosen: list[str], options: dict[str, Any]) -> Batch:
+def _read(piece: _Piece, header: bytes) -> Batch:
     last = piece.names[-1]
     try:
-        frame = pl.read_csv(header + piece.rows, columns=list({*chosen, last}), **options)
+        wanted = list({*piece.chosen.values(), last})
+        frame = pl.read_csv(header + piece.rows, columns=wanted, **piece.options)
     except pl.exceptions.PolarsError as error:
         piece.check()
         raise ValueError(f"{piece.file}, line {piece.line} or after it: {first_line(error)}") from None
     if frame[last].null_count():  # polars fills short lines up with nulls; the last column shows them
         piece.check()
-    return Batch(frame.select(chosen), piece.records)
+    return Batch(frame.select(pl.col(found).alias(name) for name, found in piece.chosen.items()), piece.records)
 
 
 def _names(file: Path, header: bytes, line: int, options: dict[str, Any]) -> list[str]:
@@ -89,10 +118,10 @@ def _names(file: Path, header: bytes, line: int, options: dict[str, Any]) -> lis
         raise ValueError(f"{file}, line {line}: {first_line(error)}") from None
 
 
-def _pieces(file: Path, quoted: bool, advance: Advance) -> Iterator[tuple[int, bytes]]:
+def _pieces(file: Path, quoted: bool, advance: Advance, encoding: str) -> Iterator[tuple[int, bytes]]:
     """The bytes of a file in pieces that end where a line does, each with the number of its first line."""
     rest, line = b"", 1
-    with open_bytes(file, advance) as source:
+    with open_bytes(file, advance, encoding) as source:
         while data := source.read(PIECE):
             rest += data
             end = _last_end(rest, quoted)

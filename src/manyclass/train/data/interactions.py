@@ -8,7 +8,8 @@ import numpy as np
 
 from ...checks import positive_int
 from ..atomic import replacing
-from .columns import Columns
+from ..records import quoted
+from .columns import Columns, Layout
 from .entries import Entries, read_entries
 from .files import Advance, ignore
 from .grouping import group
@@ -17,6 +18,7 @@ from .spool import tally
 from .vocabulary import Vocabulary, inverse, ranking
 
 UNKNOWN = "<unknown>"
+USUAL = Layout()
 
 
 class Interactions(NamedTuple):
@@ -31,6 +33,8 @@ class Interactions(NamedTuple):
     features: np.ndarray
     #: ``column=value``; the first is ``<unknown>``, for users without a value.
     feature_names: list[str]
+    #: What was read, in lines for people: numbers, notes, and the first rows.
+    facts: list[str]
 
 
 def read_interactions(
@@ -44,14 +48,16 @@ def read_interactions(
     features: Sequence[str] = (),
     user_first: bool = False,
     min_count: int = 1,
+    layout: Layout = USUAL,
     advance: Advance = ignore,
 ) -> Interactions:
     """Read interactions to train on; items seen less than ``min_count`` times are dropped.
 
-    ``.csv``, ``.tsv``, ``.parquet``, ``.jsonl`` and ``.ndjson`` have the named columns, and the items of a user are
-    put in the order of the timestamp, equal ones in the order of the file. Without a column ``timestamp`` the order
-    is that of the file. Any other file has one sequence per line, items separated by blanks; with ``user_first`` the
-    first word of a line is its user. All but ``.parquet`` may be compressed (``.gz``, ``.xz``, ``.bz2``).
+    ``.csv``, ``.tsv``, ``.inter``, ``.parquet``, ``.jsonl`` and ``.ndjson`` have the named columns. ``.data`` and
+    ``.dat``, as of MovieLens, have no header: their columns are numbered from 1. The items of a user are put in the
+    order of the timestamp, equal ones in the order of the file. Without a column ``timestamp`` the order is that of the
+    file. Any other file has one sequence per line, items separated by blanks; with ``user_first`` the first word of a
+    line is its user. ``layout`` can say otherwise. All but ``.parquet`` may be compressed (``.gz``, ``.xz``, ``.bz2``).
 
     The result is in ``folder``: ``{name}.values.npy`` and ``{name}.offsets.npy``, the sequences, and
     ``{name}.users.npy``, the features. Memory: the names of users, items and features, and a chunk; on disk, in
@@ -59,11 +65,11 @@ def read_interactions(
     """
     positive_int("min_count", min_count)
     columns = Columns(user, item, timestamp, features)
-    with read_entries(file, folder, columns, user_first, advance) as entries:
+    with read_entries(file, folder, columns, user_first, advance, layout) as entries:
         counts = tally(entries.items.chunks(), len(entries.item_names))
         order = ranking(counts, min_count)
         if len(order) < 2:
-            only = f"only one item, {entries.item_names[0]!r}"
+            only = f"only one item, {quoted(entries.item_names[0])}"
             which = only if len(counts) == 1 else f"{len(order)} of {len(counts)} items"
             rare = "" if min_count == 1 else f" seen min_count={min_count} times"
             raise ValueError(f"{file}: {which}{rare}; at least 2 are needed")
@@ -72,7 +78,18 @@ def read_interactions(
         for column, values in zip(features, entries.features, strict=True):
             feature_names += [f"{column}={value}" for value in values.names.numbers]
         classes = inverse(order, len(counts), missing=-1)
-        return _write(entries, classes, vocabulary, features, feature_names, folder, name)
+        rare = f" of items seen less than {min_count} times"
+        facts = _facts(file, entries, columns, counts[classes < 0].sum(), rare)
+        return _write(entries, classes, vocabulary, features, feature_names, facts, folder, name)
+
+
+def _facts(file: Path, entries: Entries, columns: Columns, dropped: int, why: str) -> list[str]:
+    """Say what was read, so that a person sees a wrong reading."""
+    span = entries.times.span()
+    facts = [f"{len(entries.items):,} rows, {entries.num_users:,} users, {len(entries.item_names):,} items"]
+    facts += [f"times {span}"] if span else []
+    facts += [f"dropped {dropped:,} rows{why}"] if dropped else []
+    return [f"{file}: {', '.join(facts)}", *(f"  {row}" for row in entries.preview), *dict.fromkeys(columns.notes)]
 
 
 def encode_interactions(
@@ -87,6 +104,7 @@ def encode_interactions(
     timestamp: str = "timestamp",
     features: Sequence[str] = (),
     user_first: bool = False,
+    layout: Layout = USUAL,
     advance: Advance = ignore,
 ) -> Interactions:
     """Read held-out interactions with the names of the training data: unknown items are dropped, values become 0.
@@ -94,12 +112,14 @@ def encode_interactions(
     Otherwise as :func:`read_interactions`.
     """
     columns = Columns(user, item, timestamp, features)
-    with read_entries(file, folder, columns, user_first, advance) as entries:
+    with read_entries(file, folder, columns, user_first, advance, layout) as entries:
         ids = vocabulary.ids()
         classes = np.array([ids.get(item_name, -1) for item_name in entries.item_names], dtype=np.int32)
         if classes.max() < 0:
             raise ValueError(f"{file}: none of its items is in the vocabulary")
-        return _write(entries, classes, vocabulary, features, feature_names, folder, name)
+        counts = tally(entries.items.chunks(), len(entries.item_names))
+        facts = _facts(file, entries, columns, counts[classes < 0].sum(), " of items that are no class")
+        return _write(entries, classes, vocabulary, features, feature_names, facts, folder, name)
 
 
 def _write(
@@ -108,12 +128,13 @@ def _write(
     vocabulary: Vocabulary,
     columns: Sequence[str],
     feature_names: list[str],
+    facts: list[str],
     folder: Path,
     name: str,
 ) -> Interactions:
     """Group by user; ``classes`` has the class of each item, or -1, shape ``(items,)``."""
     with RaggedWriter(folder) as writer:
-        for rows in group(entries.users, entries.items, entries.times, classes, entries.num_users, folder):
+        for rows in group(entries.users, entries.items, entries.times.spool, classes, entries.num_users, folder):
             writer.append(rows)
         sequences = writer.save(name)
     ids = {feature: index for index, feature in enumerate(feature_names)}
@@ -124,4 +145,4 @@ def _write(
         features[:, position] = numbers[values.codes(entries.num_users)]
     with replacing(folder / f"{name}.users.npy") as temporary, temporary.open("wb") as out:
         np.save(out, features)
-    return Interactions(sequences, vocabulary, features, feature_names)
+    return Interactions(sequences, vocabulary, features, feature_names, facts)

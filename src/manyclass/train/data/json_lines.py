@@ -8,19 +8,19 @@ from typing import NamedTuple
 
 import polars as pl
 
-from .columns import Batch, Columns, Record
+from .columns import Batch, Columns, Layout, Record
 from .files import Advance, read_lines
 
 #: Objects that are held at once.
 ROWS = 1 << 16
 
 
-def read_json_lines(file: Path, columns: Columns, advance: Advance) -> Iterator[Batch]:
+def read_json_lines(file: Path, columns: Columns, advance: Advance, layout: Layout) -> Iterator[Batch]:
     """Python reads the objects, since not every polars takes numbers for strings. Memory: the values of `ROWS` objects.
 
     A column is there if one object has it.
     """
-    records = _records(file, advance)
+    records = _records(file, advance, layout.encoding)
     found: dict[str, None] = {}
     untimed = None  # the first line, if no object has had a time so far
     while part := _Part.take(records, columns, found):
@@ -29,7 +29,7 @@ def read_json_lines(file: Path, columns: Columns, advance: Advance) -> Iterator[
         if not required <= found.keys():
             for _, record in records:
                 found.update(dict.fromkeys(record))
-            columns.present(file, found)  # raises, unless a later object has it: then these lack a value
+            columns.find(file, found)  # raises, unless a later object has it: then these lack a value
         if untimed is not None and timed:
             raise ValueError(f"{file}, line {untimed}: no {columns.timestamp!r}")
         if not timed:
@@ -39,7 +39,7 @@ def read_json_lines(file: Path, columns: Columns, advance: Advance) -> Iterator[
         yield Batch(frame, part.records)
     if not found:
         raise ValueError(f"{file}: the file is empty")
-    columns.present(file, found)
+    columns.find(file, found)
 
 
 class _Part(NamedTuple):
@@ -67,8 +67,8 @@ class _Part(NamedTuple):
             yield f"line {number}", dict(zip(self.values, row, strict=True))
 
 
-def _records(file: Path, advance: Advance) -> Iterator[tuple[int, Record]]:
-    for number, line in read_lines(file, advance):
+def _records(file: Path, advance: Advance, encoding: str) -> Iterator[tuple[int, Record]]:
+    for number, line in read_lines(file, advance, encoding):
         if line.strip():
             yield number, _object(f"{file}, line {number}", line)
 

@@ -7,13 +7,17 @@ from typing import NamedTuple
 import numpy as np
 
 from ...checks import positive_int
+from ..records import quoted
 from .documents import Documents
-from .files import Advance, ignore, read_lines
+from .files import UTF_8, Advance, ignore, read_lines
 from .ragged import Ragged, RaggedWriter
 from .spool import Spool, tally
 from .vocabulary import Vocabulary, inverse, ranking
 
 _HEADER = re.compile(r"\s*(\d+)\s+(\d+)\s+(\d+)\s*")
+
+#: Documents that people are shown, and labels and features of each.
+PREVIEW, SHOWN = 3, 6
 
 
 class Labelled(NamedTuple):
@@ -28,6 +32,8 @@ class Labelled(NamedTuple):
     num_features: int
     #: The label numbers of the file by falling count, equal counts by first sight.
     vocabulary: Vocabulary
+    #: What was read, in lines for people.
+    facts: list[str]
 
 
 class _Limits(NamedTuple):
@@ -44,6 +50,7 @@ def read_labelled(
     num_features: int | None = None,
     *,
     min_count: int = 1,
+    encoding: str = UTF_8,
     advance: Advance = ignore,
 ) -> Labelled:
     """Read ``label,label feature:value feature:value …``, a document per line, after an optional header
@@ -59,7 +66,7 @@ def read_labelled(
     """
     positive_int("min_count", min_count)
     with Documents(folder) as documents:
-        limits = _read(file, documents, advance)
+        limits, count = _read(file, documents, encoding, advance)
         vocabulary, classes = _classes(file, documents, vocabulary, min_count)
         if num_features is None:
             num_features = limits.features if limits else documents.largest_feature + 1
@@ -86,13 +93,28 @@ def read_labelled(
                 np.load(folder / f"{name}.values.npy", mmap_mode="r"),
                 num_features,
                 vocabulary,
+                _facts(file, count, len(labels), documents, num_features),
             )
 
 
-def _read(file: Path, documents: Documents, advance: Advance) -> _Limits | None:
-    """Add the documents of a file that have labels; returns what its header says."""
+def _facts(file: Path, count: int, kept: int, documents: Documents, num_features: int) -> list[str]:
+    dropped = f", dropped {count - kept:,} documents without a label that is a class" if kept < count else ""
+    facts = [f"{file}: {count:,} documents, {len(documents.numbers):,} labels, {num_features:,} features{dropped}"]
+    part = next(documents.parts())
+    for row in range(min(PREVIEW, len(part.labels))):
+        names = list(documents.numbers)
+        labels = ", ".join(str(names[label]) for label in part.labels.row(row)[:SHOWN])
+        begin, end = part.features.offsets[row : row + 2]
+        pairs = zip(part.features.row(row)[:SHOWN], part.values[begin:end][:SHOWN], strict=True)
+        more = " …" if end - begin > SHOWN else ""
+        facts.append(f"  labels {labels}: {' '.join(f'{feature}:{value:g}' for feature, value in pairs)}{more}")
+    return facts
+
+
+def _read(file: Path, documents: Documents, encoding: str, advance: Advance) -> tuple[_Limits | None, int]:
+    """Add the documents of a file that have labels; returns what its header says, and the number of documents."""
     limits, count = None, 0
-    for number, line in read_lines(file, advance):
+    for number, line in read_lines(file, advance, encoding):
         if number == 1 and (header := _HEADER.fullmatch(line)):
             limits = _Limits(*map(int, header.groups()))
         elif line:
@@ -107,7 +129,7 @@ def _read(file: Path, documents: Documents, advance: Advance) -> _Limits | None:
         raise ValueError(f"{file}: the header says {limits.documents} documents, but there are {count}")
     if not documents.numbers:
         raise ValueError(f"{file}: no document has a label")
-    return limits
+    return limits, count
 
 
 def _classes(
@@ -139,10 +161,10 @@ def _parse(place: str, line: str, limits: _Limits | None) -> tuple[list[int], li
             weights = np.array([float(value) for _, value in pairs]).astype(np.float32)
     except ValueError:
         broken = next(word for word in words if not _is_pair(word))
-        raise ValueError(f"{place}: {broken!r} is not feature:value") from None
+        raise ValueError(f"{place}: {quoted(broken)} is not feature:value") from None
     if not np.isfinite(weights).all():
         broken = words[int(np.flatnonzero(~np.isfinite(weights))[0])]
-        raise ValueError(f"{place}: {broken!r} is not a finite number in 32 bits")
+        raise ValueError(f"{place}: {quoted(broken)} is not a finite number in 32 bits")
     for what, found, limit in (
         ("label", names, limits.labels if limits else 2**31),
         ("feature", ids, limits.features if limits else 2**31),
@@ -158,7 +180,7 @@ def _whole(place: str, what: str, word: str) -> int:
         return int(word)
     except ValueError:
         hint = "; a line without labels starts with a blank" if ":" in word else ""
-        raise ValueError(f"{place}: {what} {word!r} is not a number{hint}") from None
+        raise ValueError(f"{place}: {what} {quoted(word)} is not a number{hint}") from None
 
 
 def _is_pair(word: str) -> bool:

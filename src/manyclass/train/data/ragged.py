@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .spool import Spool
+from .spool import Spool, load_array
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,14 @@ class Ragged:
         return Ragged(self.values[values], kept[self.offsets])
 
     @classmethod
-    def load(cls, folder: Path, name: str) -> "Ragged":
-        """Map into memory what :class:`RaggedWriter` wrote."""
-        loaded = cls(*(np.load(folder / f"{name}.{part}.npy", mmap_mode="r") for part in ("values", "offsets")))
-        if len(loaded.offsets) == 0 or loaded.offsets[-1] != len(loaded.values):
+    def load(cls, folder: Path, name: str, below: int | None = None) -> "Ragged":
+        """Map into memory what :class:`RaggedWriter` wrote; values must be in ``[0, below)``, if given."""
+        values = load_array(folder / f"{name}.values.npy", np.int32, below)
+        offsets = load_array(folder / f"{name}.offsets.npy", np.int64)
+        ends = len(offsets) > 0 and offsets[0] == 0 and offsets[-1] == len(values)
+        if not ends or (offsets[1:] < offsets[:-1]).any():
             raise ValueError(f"{folder / name}: the offsets do not fit the values")
-        return loaded
+        return cls(values, offsets)
 
     @classmethod
     def from_lengths(cls, values: np.ndarray, lengths: np.ndarray) -> "Ragged":

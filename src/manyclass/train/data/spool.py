@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..atomic import replacing
+from ..records import first_line, regular
 
 #: Numbers that are held at once.
 CHUNK = 1 << 20
@@ -67,6 +68,27 @@ def save_array(file: Path, dtype: npt.DTypeLike, length: int, chunks: Iterable[n
         np.lib.format.write_array_header_1_0(out, header)
         for chunk in chunks:
             out.write(np.ascontiguousarray(chunk, dtype=dtype).tobytes())
+
+
+def load_array(file: Path, dtype: npt.DTypeLike, below: int | None = None, dims: int = 1) -> np.ndarray:
+    """Map a ``.npy`` file into memory, read only.
+
+    Args:
+        file: where it is; it cannot hold Python objects, so reading it runs no code.
+        dtype: what its numbers must be.
+        below: its numbers must be in ``[0, below)``; None: any.
+        dims: number of dimensions that it must have.
+    """
+    try:
+        array = np.lib.format.open_memmap(regular(file), mode="r")
+    except (ValueError, EOFError, OverflowError, MemoryError, TypeError) as error:
+        raise ValueError(f"{file}: not an array that manyclass wrote: {first_line(error)}") from None
+    if array.dtype != dtype or array.ndim != dims:
+        raise ValueError(f"{file}: must be {np.dtype(dtype)} of {dims} dimensions, not {array.dtype} of {array.ndim}")
+    if below is not None and array.size and (array.min() < 0 or array.max() >= below):
+        wrong = array.min() if array.min() < 0 else array.max()
+        raise ValueError(f"{file}: {wrong} is not in [0, {below})")
+    return array
 
 
 def tally(numbers: Iterable[np.ndarray], size: int) -> np.ndarray:

@@ -5,29 +5,33 @@ from pathlib import Path
 
 import polars as pl
 
-from .columns import Batch, Columns
-from .delimited import read_delimited
+from .columns import Batch, Columns, Layout
+from .delimited import SUFFIXES, read_delimited
 from .files import Advance, bare_suffix
 from .json_lines import read_json_lines
 from .parquet import read_parquet
 
-_READERS: dict[str, Callable[[Path, Columns, Advance], Iterator[Batch]]] = {
-    ".csv": read_delimited,
-    ".tsv": read_delimited,
+_READERS: dict[str, Callable[[Path, Columns, Advance, Layout], Iterator[Batch]]] = {
     ".parquet": read_parquet,
     ".jsonl": read_json_lines,
     ".ndjson": read_json_lines,
 }
-SUFFIXES = tuple(_READERS)
 
 
-def read_table(file: Path, columns: Columns, advance: Advance) -> Iterator[Batch]:
+def is_table(file: Path, layout: Layout) -> bool:
+    """Whether a file is read as a table, not as one sequence per line."""
+    suffix = bare_suffix(file)
+    return not layout.sequences and (layout.separator is not None or suffix in _READERS or suffix in SUFFIXES)
+
+
+def read_table(file: Path, columns: Columns, advance: Advance, layout: Layout) -> Iterator[Batch]:
     """The wanted columns of a file. Every row has a user, an item, and a time if there is such a column.
 
     Memory: a batch, of some 100,000 rows.
     """
     rows = 0
-    for frame, records in _READERS[bare_suffix(file)](file, columns, advance):
+    reader = read_delimited if layout.separator is not None else _READERS.get(bare_suffix(file), read_delimited)
+    for frame, records in reader(file, columns, advance, layout):
         required = [name for name in (columns.user, columns.item, columns.timestamp) if name in frame.columns]
         empty = pl.any_horizontal(pl.col(required).is_null(), pl.col(columns.user, columns.item) == "")
         missing = frame.select(empty).to_series()

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ...checks import one_of, positive_int
-from .files import Advance, ignore, read_pieces
+from .files import UTF_8, Advance, ignore, read_pieces
 from .spool import Spool, save_array
 from .vocabulary import Vocabulary, inverse, numbering, ranking
 
@@ -26,6 +26,7 @@ def prepare_text(
     *,
     min_count: int = 2,
     split: str = "words",
+    encoding: str = UTF_8,
     advance: Advance = ignore,
 ) -> Vocabulary:
     """Write the class ids of a text to ``tokens``, an int32 ``.npy`` file of shape ``(length,)``.
@@ -38,7 +39,7 @@ def prepare_text(
     ids[RARE] = 0
     counts = np.zeros(1, dtype=np.int64)
     with Spool(tokens.parent, np.int32) as raw:
-        for words in _split(files, split, advance):
+        for words in _split(files, split, encoding, advance):
             numbers = np.fromiter(map(ids.__getitem__, words), dtype=np.int32, count=len(words))
             raw.append(numbers)
             more = np.bincount(numbers, minlength=len(ids))
@@ -65,12 +66,13 @@ def encode_text(
     vocabulary: Vocabulary,
     *,
     split: str = "words",
+    encoding: str = UTF_8,
     advance: Advance = ignore,
 ) -> None:
     """Write the class ids of a text as :func:`prepare_text` does, with its vocabulary; unknown words are class 0."""
     ids = vocabulary.ids()
     with Spool(tokens.parent, np.int32) as raw:
-        for words in _split(files, split, advance):
+        for words in _split(files, split, encoding, advance):
             numbers = np.fromiter((ids.get(word, 0) for word in words), dtype=np.int32, count=len(words))
             raw.append(numbers)
         if not len(raw):
@@ -78,11 +80,11 @@ def encode_text(
         raw.save(tokens)
 
 
-def _split(files: Sequence[Path], split: str, advance: Advance) -> Iterator[list[str]]:
+def _split(files: Sequence[Path], split: str, encoding: str, advance: Advance) -> Iterator[list[str]]:
     one_of("split", split, SPLITS)
     for file in files:
         words = []
-        for text in read_pieces(file, advance):
+        for text in read_pieces(file, advance, encoding):
             words = WORD.findall(text) if split == "words" else _LINE_ENDS.sub(f" {EOS} ", text).split()
             yield words
         if words and split == "blanks":

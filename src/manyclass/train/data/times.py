@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
+from ..records import quoted
 from .columns import Batch
 from .spool import Spool
 
@@ -22,6 +23,8 @@ class Times:
         self.spool = Spool(folder, np.int64)
         #: The first of the strings, if they are dates; shape ``(1,)``.
         self._date: pl.Series | None = None
+        #: What the numbers stand for, if dates.
+        self._unit: pl.DataType | None = None
 
     def __enter__(self) -> "Times":
         return self
@@ -46,8 +49,20 @@ class Times:
         if wrong.any():
             value = str(column.filter(wrong)[0])
             place = next(place for place, record in batch.records() if record[name] == value)
-            raise ValueError(f"{self._file}, {place}: {name} {value!r} is not a number, or a date like the others")
+            raise ValueError(
+                f"{self._file}, {place}: {name} {quoted(value)} is not a number, or a date like the others"
+            )
+        if parsed.dtype.is_temporal():
+            self._unit = parsed.dtype
         self._append(parsed.to_physical().to_numpy())
+
+    def span(self) -> str | None:
+        """The first and the last time, for people; None without times."""
+        parts = [(chunk.min(), chunk.max()) for chunk in self.spool.chunks()]
+        if self.spool.dtype == np.int8 or not parts:
+            return None
+        ends = pl.Series([min(low for low, _ in parts), max(high for _, high in parts)])
+        return " to ".join(map(str, ends if self._unit is None else ends.cast(self._unit)))
 
     def _parse(self, column: pl.Series) -> pl.Series:
         """Null where a string is not what the others are."""

@@ -1,5 +1,6 @@
 """The names of the classes."""
 
+import hashlib
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ import numpy as np
 import polars as pl
 
 from ..atomic import replacing
+from ..records import first_line, regular
 
 
 class Vocabulary(NamedTuple):
@@ -30,12 +32,19 @@ class Vocabulary(NamedTuple):
     @classmethod
     def read(cls, file: Path) -> "Vocabulary":
         """Read what :meth:`write` wrote."""
-        with file.open("rb") as source:
+        with regular(file).open("rb") as source:
             try:
                 frame = pl.read_parquet(source, columns=["name", "count"])
             except pl.exceptions.PolarsError as error:
-                raise ValueError(f"{file}: not a vocabulary: {str(error).splitlines()[0]}") from None
+                raise ValueError(f"{file}: not a vocabulary: {first_line(error)}") from None
+        if frame.schema != {"name": pl.String, "count": pl.Int64} or any(frame.null_count().row(0)):
+            raise ValueError(f"{file}: not a vocabulary: must have a name and a count, an integer, for each class")
         return cls(frame["name"].to_list(), frame["count"].to_numpy().astype(np.int64))
+
+
+def digest(file: Path) -> str:
+    """Return the SHA-256 of a file. Files that differ are not parsed: polars can crash on broken ones."""
+    return hashlib.sha256(regular(file).read_bytes()).hexdigest()
 
 
 def numbering() -> defaultdict[Any, int]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..data import Vocabulary
 from ..data.files import Advance
+from ..records import read_json
 from ..settings import Settings
 
 IGNORE = -100
@@ -39,20 +40,19 @@ class Task(ABC, Generic[S]):
         settings: what the run was told.
         folder: where `prepare` wrote.
         vocabulary: the classes.
+        part: which of how many processes this one is: batches have only its part of the rows.
     """
 
     #: On the command line.
     name: str
     #: Batches of an epoch follow each other in the text, so the trunk has a state that they hand on.
     recurrent = False
-    #: Which of how many processes this one is: batches have only its part of the rows.
-    part: tuple[int, int] = (0, 1)
     train_examples: int
     heldout_examples: int
     steps_per_epoch: int
 
-    def __init__(self, settings: S, folder: Path, vocabulary: Vocabulary) -> None:
-        self.settings = settings
+    def __init__(self, settings: S, folder: Path, vocabulary: Vocabulary, part: tuple[int, int] = (0, 1)) -> None:
+        self.settings, self.part = settings, part
         self.vocabulary = vocabulary
         self.num_classes = len(vocabulary.names)
         self._permutation: tuple[int, Tensor] = (-1, torch.empty(0))
@@ -103,14 +103,14 @@ def own_part(rows: Any, part: tuple[int, int]) -> Any:
     return rows[rank * len(rows) // world : (rank + 1) * len(rows) // world]
 
 
-def write_facts(folder: Path, **facts: Any) -> None:
-    """Remember what is not an array."""
-    (folder / "facts.json").write_text(json.dumps(facts))
+def write_facts(folder: Path, lines: list[str], **facts: Any) -> None:
+    """Remember what is not an array, and what people are told about the data, in ``lines``."""
+    (folder / "facts.json").write_text(json.dumps({"lines": lines, **facts}))
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
     """What `write_facts` wrote."""
-    return json.loads((folder / "facts.json").read_text())
+    return read_json(folder / "facts.json")
 
 
 def tensor(array: np.ndarray) -> Tensor:

@@ -12,7 +12,9 @@ from ..data import Vocabulary
 from ..data.files import Advance
 from ..data.labelled import read_labelled
 from ..data.ragged import Ragged
+from ..data.spool import load_array
 from ..models import BagOfFeatures
+from ..records import typed
 from ..settings import ClassifySettings
 from .base import EVALUATED, IGNORE, Batch, Task, every, read_facts, tensor, write_facts
 
@@ -24,10 +26,12 @@ PAIR = re.compile(r"(\d+):([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
 class _Part:
     """Documents: features with values of norm 1, and labels."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.labels = Ragged.load(folder, f"{name}.labels")
-        self.features = Ragged.load(folder, f"{name}.features")
-        self.values = np.load(folder / f"{name}.values.npy", mmap_mode="r")
+    def __init__(self, folder: Path, name: str, num_classes: int, num_features: int) -> None:
+        self.labels = Ragged.load(folder, f"{name}.labels", num_classes)
+        self.features = Ragged.load(folder, f"{name}.features", num_features)
+        self.values = load_array(folder / f"{name}.values.npy", np.float32)
+        if len(self.labels) != len(self.features) or len(self.values) != len(self.features.values):
+            raise ValueError(f"{folder / name}: labels, features and values are not of the same documents")
         self.label_count = self.labels.lengths()
         self.rows = np.flatnonzero(self.label_count)  # documents without labels teach nothing
 
@@ -48,15 +52,18 @@ class Classify(Task[ClassifySettings]):
 
     name = "classify"
 
-    def __init__(self, settings: ClassifySettings, folder: Path, vocabulary: Vocabulary) -> None:
-        super().__init__(settings, folder, vocabulary)
-        self.num_features: int = read_facts(folder)["num_features"]
-        self.train = _Part(folder, "train")
+    def __init__(
+        self, settings: ClassifySettings, folder: Path, vocabulary: Vocabulary, part: tuple[int, int] = (0, 1)
+    ) -> None:
+        super().__init__(settings, folder, vocabulary, part)
+        self.num_features: int = typed(read_facts(folder).get("num_features"), int, f"{folder}: num_features")
+        sizes = self.num_classes, self.num_features
+        self.train = _Part(folder, "train", *sizes)
         if settings.heldout is None:
             self.held, self.held_rows = self.train, self.train.rows[::HELDOUT]
             self.rows = np.setdiff1d(self.train.rows, self.held_rows, assume_unique=True)
         else:
-            self.held = _Part(folder, "heldout")
+            self.held = _Part(folder, "heldout", *sizes)
             self.rows, self.held_rows = self.train.rows, self.held.rows
         if not len(self.rows) or not len(self.held_rows):
             raise ValueError(f"{len(self.train.rows)} documents with labels are too few to train and to evaluate on")
@@ -66,11 +73,12 @@ class Classify(Task[ClassifySettings]):
     @staticmethod
     def prepare(settings: ClassifySettings, folder: Path, advance: Advance) -> Vocabulary:
         """Number the labels; see `Task.prepare`."""
-        train = read_labelled(settings.data, folder, "train", min_count=settings.min_count, advance=advance)
-        vocabulary, num_features = train.vocabulary, train.num_features
+        options = {"advance": advance, "encoding": settings.encoding}
+        train = read_labelled(settings.data, folder, "train", min_count=settings.min_count, **options)
+        vocabulary, num_features, facts = train.vocabulary, train.num_features, train.facts
         if settings.heldout is not None:
-            read_labelled(settings.heldout, folder, "heldout", vocabulary, num_features, advance=advance)
-        write_facts(folder, num_features=num_features)
+            facts += read_labelled(settings.heldout, folder, "heldout", vocabulary, num_features, **options).facts
+        write_facts(folder, facts, num_features=num_features)
         return vocabulary
 
     def trunk(self) -> nn.Module:

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from ..data import Vocabulary
 from ..data.files import Advance
+from ..data.spool import load_array
 from ..data.text import WORD, encode_text, prepare_text, python_sources
 from ..models import LSTM
 from ..settings import LanguageSettings
-from .base import Batch, Task, own_part, tensor
+from .base import Batch, Task, own_part, tensor, write_facts
 
 #: Without a held-out file, this share of the text, its end, but at most so many words.
 HELDOUT = 0.05
@@ -19,6 +20,8 @@ MOST_HELDOUT = 200_000
 #: Held-out text is read in so many streams, or fewer if it is short, and windows of so many words.
 STREAMS = 16
 WINDOW = 50
+#: Words that people are shown after reading.
+SHOWN = 12
 
 
 class Language(Task[LanguageSettings]):
@@ -27,14 +30,16 @@ class Language(Task[LanguageSettings]):
     name = "lm"
     recurrent = True
 
-    def __init__(self, settings: LanguageSettings, folder: Path, vocabulary: Vocabulary) -> None:
-        super().__init__(settings, folder, vocabulary)
-        text = np.load(folder / "train.npy", mmap_mode="r")
+    def __init__(
+        self, settings: LanguageSettings, folder: Path, vocabulary: Vocabulary, part: tuple[int, int] = (0, 1)
+    ) -> None:
+        super().__init__(settings, folder, vocabulary, part)
+        text = load_array(folder / "train.npy", np.int32, self.num_classes)
         if settings.heldout is None:
             border = len(text) - min(MOST_HELDOUT, int(HELDOUT * len(text)))
             self.text, heldout = text[:border], text[border:]
         else:
-            self.text, heldout = text, np.load(folder / "heldout.npy", mmap_mode="r")
+            self.text, heldout = text, load_array(folder / "heldout.npy", np.int32, self.num_classes)
         self.streams = self._cut(self.text, settings.batch)
         self.steps_per_epoch = (self.streams.shape[1] - 1) // settings.length
         if self.steps_per_epoch < 1:
@@ -56,10 +61,14 @@ class Language(Task[LanguageSettings]):
     def prepare(settings: LanguageSettings, folder: Path, advance: Advance) -> Vocabulary:
         """Number the words; see `Task.prepare`."""
         files = list(python_sources()) if settings.text is None else settings.text
-        options = {"split": settings.split, "advance": advance}
+        options = {"split": settings.split, "advance": advance, "encoding": settings.encoding}
         vocabulary = prepare_text(files, folder / "train.npy", min_count=settings.min_count, **options)
+        what = str(files[0]) if len(files) == 1 else f"{len(files):,} files"
+        facts = _facts(what, folder / "train.npy", vocabulary)
         if settings.heldout is not None:
             encode_text([settings.heldout], folder / "heldout.npy", vocabulary, **options)
+            facts += _facts(str(settings.heldout), folder / "heldout.npy", vocabulary)
+        write_facts(folder, facts)
         return vocabulary
 
     def trunk(self) -> nn.Module:
@@ -90,6 +99,14 @@ class Language(Task[LanguageSettings]):
     def pairs(self) -> tuple[Tensor, Tensor]:
         """All words and their predecessors."""
         return tensor(self.text[1:]), tensor(self.text[:-1])
+
+
+def _facts(what: str, tokens: Path, vocabulary: Vocabulary) -> list[str]:
+    """Say what was read, so that a person sees a wrong reading: classes back to words."""
+    text = load_array(tokens, np.int32)
+    rare = int((text == 0).sum())
+    shown = " ".join(vocabulary.names[index] for index in text[:SHOWN])
+    return [f"{what}: {len(text):,} words, {rare:,} of them rare", f"  {shown} …"]
 
 
 def _window(part: np.ndarray) -> Batch:

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ..data import Vocabulary
+from ..data.columns import Layout
 from ..data.files import Advance
 from ..data.interactions import encode_interactions, read_interactions
 from ..data.ragged import Ragged
+from ..data.spool import load_array
 from ..models import FeedForward, Transformer
+from ..records import typed
 from ..settings import NextItemSettings
 from .base import EVALUATED, IGNORE, Batch, Task, every, read_facts, tensor, write_facts
 
@@ -61,10 +64,13 @@ class _Part:
         self.targets = self.windows(1)
 
     @classmethod
-    def load(cls, folder: Path, name: str, without_last: bool) -> "_Part":
+    def load(cls, folder: Path, name: str, num_items: int, num_values: int, without_last: bool) -> "_Part":
         """The part ``name`` of the arrays in ``folder``, mapped into memory."""
-        users = np.load(folder / f"{name}.users.npy", mmap_mode="r")
-        return cls(Ragged.load(folder, name), users, without_last)
+        sequences = Ragged.load(folder, name, num_items)
+        users = load_array(folder / f"{name}.users.npy", np.int32, num_values, dims=2)
+        if len(users) != len(sequences):
+            raise ValueError(f"{folder / name}: sequences and features are not of the same users")
+        return cls(sequences, users, without_last)
 
     def windows(self, history: int) -> _Positions:
         """Positions of targets such that windows of ``history`` that end there hold each target once."""
@@ -87,16 +93,22 @@ class NextItem(Task[NextItemSettings]):
 
     name = "next-item"
 
-    def __init__(self, settings: NextItemSettings, folder: Path, vocabulary: Vocabulary) -> None:
-        super().__init__(settings, folder, vocabulary)
+    def __init__(
+        self, settings: NextItemSettings, folder: Path, vocabulary: Vocabulary, part: tuple[int, int] = (0, 1)
+    ) -> None:
+        super().__init__(settings, folder, vocabulary, part)
         self.history = settings.history or HISTORY[settings.model]
-        self.feature_names: list[str] = read_facts(folder)["feature_names"]
-        self.train = _Part.load(folder, "train", without_last=settings.heldout is None)
+        self.feature_names: list[str] = typed(read_facts(folder).get("feature_names"), list[str], f"{folder}: names")
+        sizes = self.num_classes, len(self.feature_names)
+        self.train = _Part.load(folder, "train", *sizes, without_last=settings.heldout is None)
         if settings.heldout is None:
             self.held, self.held_positions = self.train, self.train.last
         else:
-            self.held = _Part.load(folder, "heldout", without_last=False)
+            self.held = _Part.load(folder, "heldout", *sizes, without_last=False)
             self.held_positions = self.held.targets
+        columns = {self.train.users.shape[1], self.held.users.shape[1], len(settings.user_feature or ())}
+        if len(columns) > 1:
+            raise ValueError(f"{folder}: the users do not have the features that the settings name")
         # The transformer predicts at all places of a window, the network only what comes after it.
         self.each = settings.model == "transformer"
         self.examples = self.train.windows(self.history) if self.each else self.train.targets
@@ -115,13 +127,16 @@ class NextItem(Task[NextItemSettings]):
             "timestamp": settings.timestamp,
             "features": settings.user_feature or (),
             "user_first": settings.user_first,
+            "layout": Layout(settings.sep, settings.no_header, settings.encoding, settings.sequences),
             "advance": advance,
         }
         train = read_interactions(settings.interactions, folder, "train", min_count=settings.min_count, **options)
-        vocabulary, feature_names = train.vocabulary, train.feature_names
+        vocabulary, feature_names, facts = train.vocabulary, train.feature_names, train.facts
         if settings.heldout is not None:
-            encode_interactions(settings.heldout, folder, "heldout", vocabulary, feature_names, **options)
-        write_facts(folder, feature_names=feature_names)
+            facts += encode_interactions(
+                settings.heldout, folder, "heldout", vocabulary, feature_names, **options
+            ).facts
+        write_facts(folder, facts, feature_names=feature_names)
         return vocabulary
 
     def trunk(self) -> nn.Module:
