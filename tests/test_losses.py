@@ -152,8 +152,10 @@ def test_losses_evaluate_exactly_and_refuse_what_they_cannot_do():
         torch.testing.assert_close(head(query, target), F.cross_entropy(query @ head.weight.T, target))
         with pytest.raises(ValueError, match=f"{kind.__name__} has no diagnostics"):
             head.diagnostics()
-        with pytest.raises(TypeError, match="does not take tolerance"):
+        with pytest.raises(TypeError, match="does not take tolerance: its loss is no estimate"):
             kind(D, N, "uniform", tolerance=0.1)
+        with pytest.raises(TypeError, match="does not take classes: it reads its class weights from a table"):
+            kind(D, N, "uniform", classes=torch.nn.Embedding(N, D))
     with pytest.raises(ValueError, match=r"sampler must have one distribution q.*Blocks has none"):
         losses.NoiseContrastive(D, N, "blocks")
     with pytest.raises(ValueError, match="self_normalisation must not be negative, got -1"):

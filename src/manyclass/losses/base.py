@@ -11,8 +11,12 @@ from ..diagnostics import MEASURED, Diagnostics
 from ..sampled import SampledSoftmax
 
 #: Arguments of `SampledSoftmax` that these layers do not take, and why.
-REFUSED = dict.fromkeys(("tolerance", "shard"), "its loss is no estimate of the softmax loss")
-REFUSED |= dict.fromkeys(("classes", "cosine"), "it reads its class weights from a table")
+REFUSED = {
+    "tolerance": "its loss is no estimate of the softmax loss",
+    "shard": "its loss is no estimate of the softmax loss",
+    "classes": "it reads its class weights from a table",
+    "cosine": "it reads its class weights from a table",
+}
 
 
 class SampledLoss(SampledSoftmax):
