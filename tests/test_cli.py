@@ -124,6 +124,8 @@ def test_bench_step(tmp_path, monkeypatch):
     monkeypatch.setattr(step, "LARGEST", 5000)
     monkeypatch.setattr(step, "GROWTH", (500, 5000))
     monkeypatch.setattr(step, "CONSECUTIVE", 1)
+    for module in (step, profiling):
+        monkeypatch.setattr(module, "WARM_UP", 16)
     monkeypatch.setitem(sys.modules, "tensorflow", None)
     console = Console(record=True, width=250)
     step.run(tmp_path, console)

@@ -10,10 +10,12 @@ from rich.table import Table
 
 from .. import optim
 from ..sampled import SampledSoftmax
-from .step import BATCH, WARM_UP, time_steps
+from .step import BATCH, time_steps
 from .timing import write_csv
 
 FEATURES = 64
+# Steps before the timing.
+WARM_UP = 16
 BASELINE = "torch SGD, sparse"
 #: Optimisers, and whether the layer's gradients are sparse.
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], bool]] = {

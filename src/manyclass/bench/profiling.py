@@ -15,8 +15,8 @@ from .. import fused
 from ..sampled import SampledSoftmax
 from ..samplers import Blocks, blocks
 
-# Steps until the next tree grows along, and steps that are profiled.
-WARM_UP, STEPS = 16, 32
+# Steps until the next tree grows by one slice per step, and steps that are profiled.
+WARM_UP, STEPS = 200, 32
 # Where each part of the forward pass is called.
 CALLS: dict[str, tuple[Any, str]] = {
     "refresh": (Blocks, "update"),

@@ -35,8 +35,8 @@ LOG_UNIFORM = f"log-uniform pool of {LOG_UNIFORM_POOL}"
 TENSORFLOW = f"TensorFlow, log-uniform pool of {LOG_UNIFORM_POOL}"
 # The adaptive softmax, the kernel tree and TensorFlow beyond it would not leave room for the others.
 LARGEST = 1_000_000
-# Steps of blocks before the timing: by then it follows recent queries, and its next tree grows a slice per step.
-WARM_UP = 16
+# Steps of blocks before the timing: by then it follows recent queries, and its next tree grows by one slice per step.
+WARM_UP = 200
 # Consecutive steps in one timing, since steps of blocks differ; fewer if they take longer than this in seconds.
 CONSECUTIVE, LONGEST = 8, 0.4
 
