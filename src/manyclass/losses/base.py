@@ -32,8 +32,10 @@ class SampledLoss(SampledSoftmax):
         options: as in `SampledSoftmax`, without those in `REFUSED`, and options of the sampler.
     """
 
-    #: Whether negatives are never the target. If not, `_losses` needs the target's log-count, so one q for all classes.
+    #: Whether negatives are never the target.
     excludes_target = True
+    #: Whether `_losses` needs the target's log-count, so a sampler with one q for all classes.
+    needs_target_count = False
 
     def __init__(
         self,
@@ -46,7 +48,7 @@ class SampledLoss(SampledSoftmax):
         for name in sorted(REFUSED.keys() & options.keys()):
             raise TypeError(f"{type(self).__name__} does not take {name}: {REFUSED[name]}")
         super().__init__(in_features, num_classes, sampler, num_samples, **options)
-        if not self.excludes_target and type(self.sampler)._draw is samplers.Sampler._draw:
+        if self.needs_target_count and type(self.sampler)._draw is samplers.Sampler._draw:
             raise ValueError(
                 f"sampler must have one distribution q, as {type(self).__name__} needs q(target), but "
                 f"{type(self.sampler).__name__} has none: take 'unigram' or another with log_prob"
@@ -67,7 +69,7 @@ class SampledLoss(SampledSoftmax):
             exclude = target if self.excludes_target else None
             flat = query.detach()
             draw = self.sampler.draw(flat, self.num_samples, exclude=exclude, context=context, generator=generator)
-            if exclude is None:
+            if self.needs_target_count:
                 draws = sum(self.sampler.numbers(self.num_samples)) // self.sampler.classes_per_draw
                 log_prob = self.sampler.log_prob(flat, target.unsqueeze(-1), context=context).squeeze(-1)
                 target_log_count = (log_prob + math.log(draws)).to(query.dtype)
@@ -90,7 +92,7 @@ class SampledLoss(SampledSoftmax):
         positive: Tensor,  # shape: (batch,)
         negative: Tensor,  # shape: (batch, samples)
         log_count: Tensor,  # shape: (batch, samples), `fused.EMPTY` for an empty slot
-        target_log_count: Tensor | None,  # shape: (batch,), unless `excludes_target`
+        target_log_count: Tensor | None,  # shape: (batch,), of draws from q itself, if `needs_target_count`
     ) -> Tensor:
         """Losses ``(batch,)`` from the outputs of the positives and the negatives."""
         raise NotImplementedError
