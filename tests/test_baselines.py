@@ -136,6 +136,22 @@ def test_wrong_trees(options, error, message):
         losses.HierarchicalSoftmax(D, N, **options)
 
 
+def test_adaptive_softmax_is_normalised_in_any_order_of_classes():
+    torch.manual_seed(0)
+    frequency = counts().roll(7)
+    head, (query, target) = losses.AdaptiveSoftmax(D, N, counts=frequency), batch()
+    log_prob = head.log_prob(query)
+    torch.testing.assert_close(log_prob.exp().sum(-1), torch.ones(BATCH))
+    torch.testing.assert_close(head(query, target), -log_prob.gather(1, target[:, None]).mean())
+    target[0] = -100
+    torch.testing.assert_close(head(query, target), -log_prob[1:].gather(1, target[1:, None]).mean())
+    assert float(head(query, torch.full((BATCH,), -100)).detach()) == 0
+    value, ids = head.topk(query, 4)
+    torch.testing.assert_close(value, log_prob.topk(4).values)
+    assert torch.equal(ids, log_prob.topk(4).indices)
+    assert int(head.rank[7]) == 0  # the most frequent class
+
+
 # --- spherical and Taylor softmax -----------------------------------------------------------------------------------
 
 
