@@ -288,6 +288,13 @@ def test_scalable_cross_entropy_without_examples():
     loss.backward()
 
 
+@pytest.mark.parametrize("kind", [losses.ScalableCrossEntropy, losses.TaylorSoftmax, losses.SphericalSoftmax])
+def test_layers_have_a_table_of_all_classes(kind):
+    for name in ("classes", "cosine", "shard"):
+        with pytest.raises(TypeError, match=f"{kind.__name__} does not take {name}"):
+            kind(D, N, **{name: None})
+
+
 def test_what_blackout_and_nce_have_as_their_optimum():
     """Gradients by the outputs at ln p, over targets and draws by enumeration: 0 for NCE, not for BlackOut."""
     p, q = torch.tensor([0.5, 0.3, 0.15, 0.05]), torch.tensor([0.1, 0.2, 0.3, 0.4])

@@ -1,22 +1,29 @@
 """Layers that train on a sample of the classes with another loss than the sampled softmax."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import fused, samplers
 from ..diagnostics import MEASURED, Diagnostics
 from ..sampled import SampledSoftmax
 
-#: Arguments of `SampledSoftmax` that these layers do not take, and why.
+#: Arguments of `SampledSoftmax` that the layers of this package do not take, and why.
 REFUSED = {
     "tolerance": "its loss is no estimate of the softmax loss",
-    "shard": "its loss is no estimate of the softmax loss",
+    "shard": "it has all classes in one process",
     "classes": "it reads its class weights from a table",
     "cosine": "it reads its class weights from a table",
 }
+
+
+def refuse(layer: nn.Module, options: Iterable[str]) -> None:
+    """Raise if there are options that a layer of this package does not take."""
+    for name in sorted(REFUSED.keys() & set(options)):
+        raise TypeError(f"{type(layer).__name__} does not take {name}: {REFUSED[name]}")
 
 
 class SampledLoss(SampledSoftmax):
@@ -45,8 +52,7 @@ class SampledLoss(SampledSoftmax):
         num_samples: int | None = None,
         **options: Any,
     ) -> None:
-        for name in sorted(REFUSED.keys() & options.keys()):
-            raise TypeError(f"{type(self).__name__} does not take {name}: {REFUSED[name]}")
+        refuse(self, options)
         super().__init__(in_features, num_classes, sampler, num_samples, **options)
         if self.needs_target_count and type(self.sampler)._draw is samplers.Sampler._draw:
             raise ValueError(

@@ -12,6 +12,7 @@ from .. import checks, functional
 from ..fused import select_rows
 from ..head import Head, full_precision
 from ..samplers.bisection import bisect
+from ..shard import Tables
 
 
 class Paths(NamedTuple):
@@ -84,9 +85,14 @@ class HierarchicalSoftmax(Head):
     def _training_losses(
         self, query: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None
     ) -> Tensor:
-        return self._exact_losses(query, target)
+        return self._path_losses(query, target)
 
-    def _exact_losses(self, query: Tensor, target: Tensor) -> Tensor:
+    def _exact_losses(
+        self, query: Tensor, target: Tensor, tables: Tables, margin: functional.Margin | None = None
+    ) -> Tensor:
+        return self._path_losses(query, target)
+
+    def _path_losses(self, query: Tensor, target: Tensor) -> Tensor:
         first, length = self.offsets[target], self.offsets[target + 1] - self.offsets[target]
         step = torch.arange(int(length.max()) if len(target) else 0, device=target.device)
         there = step < length.unsqueeze(-1)

@@ -1,17 +1,30 @@
 """Softmaxes with a polynomial of degree two in place of the exponential."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import checks, functional
 from ..head import Head, full_precision
+from ..shard import Tables
+from .base import refuse
 
 
 class QuadraticSoftmax(Head):
     """p_i = f(o_i) / Σ_j f(o_j) for a positive polynomial f of degree two. Exact in training, too: O(n·d) per example.
 
-    A subclass implements `value`. Arguments are those of `FullSoftmax` without ``prediction``.
+    A subclass implements `value`.
+
+    Args:
+        in_features: size of the query, d.
+        num_classes: n, at least 2.
+        options: as in `FullSoftmax`, without ``prediction``, ``classes``, ``cosine`` and ``shard``.
     """
+
+    def __init__(self, in_features: int, num_classes: int, **options: Any) -> None:
+        refuse(self, options)
+        super().__init__(in_features, num_classes, prediction="softmax", **options)
 
     def value(self, logits: Tensor) -> Tensor:
         """f(o) > 0; the shape is kept."""
@@ -20,9 +33,14 @@ class QuadraticSoftmax(Head):
     def _training_losses(
         self, query: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None
     ) -> Tensor:
-        return self._exact_losses(query, target)
+        return self._quadratic_losses(query, target)
 
-    def _exact_losses(self, query: Tensor, target: Tensor) -> Tensor:
+    def _exact_losses(
+        self, query: Tensor, target: Tensor, tables: Tables, margin: functional.Margin | None = None
+    ) -> Tensor:
+        return self._quadratic_losses(query, target)
+
+    def _quadratic_losses(self, query: Tensor, target: Tensor) -> Tensor:
         parts = zip(self._parts(query), target.split(self._most()), strict=True)
         losses = [-self._log_prob(part).gather(-1, each.unsqueeze(-1)).squeeze(-1) for part, each in parts]
         return torch.cat(losses)

@@ -9,6 +9,7 @@ from torch import Tensor
 from .. import checks, functional
 from ..fused import select_rows
 from ..head import Head
+from .base import refuse
 
 
 class ScalableCrossEntropy(Head):
@@ -31,7 +32,7 @@ class ScalableCrossEntropy(Head):
         bucket_queries: queries of a bucket; default: as many.
         bucket_classes: classes of a bucket.
         sparse: whether gradients of ``weight`` and ``bias`` are sparse tensors.
-        options: as in `FullSoftmax`.
+        options: as in `FullSoftmax`, without ``classes``, ``cosine`` and ``shard``.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class ScalableCrossEntropy(Head):
         sparse: bool = True,
         **options: Any,
     ) -> None:
+        refuse(self, options)
         super().__init__(in_features, num_classes, sparse=sparse, **options)
         self.buckets = None if buckets is None else checks.positive_int("buckets", buckets)
         if bucket_queries is not None:

@@ -25,13 +25,12 @@ class SphericalSoftmax(QuadraticSoftmax):
         in_features: size of the query, d.
         num_classes: n, at least 2.
         epsilon: ε > 0.
-        options: as in `FullSoftmax`, without ``prediction``.
+        options: as in `FullSoftmax`, without ``prediction``, ``classes``, ``cosine`` and ``shard``.
     """
 
     def __init__(self, in_features: int, num_classes: int, *, epsilon: float = 0.1, **options: Any) -> None:
-        self_epsilon = _positive("epsilon", epsilon)
-        super().__init__(in_features, num_classes, prediction="softmax", **options)
-        self.epsilon = self_epsilon
+        super().__init__(in_features, num_classes, **options)
+        self.epsilon = _positive("epsilon", epsilon)
 
     def value(self, logits: Tensor) -> Tensor:
         """``o² + ε``."""

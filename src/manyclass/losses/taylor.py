@@ -1,7 +1,5 @@
 """Taylor softmax."""
 
-from typing import Any
-
 from torch import Tensor
 
 from .quadratic import QuadraticSoftmax
@@ -16,11 +14,8 @@ class TaylorSoftmax(QuadraticSoftmax):
     Args:
         in_features: size of the query, d.
         num_classes: n, at least 2.
-        options: as in `FullSoftmax`, without ``prediction``.
+        options: as in `FullSoftmax`, without ``prediction``, ``classes``, ``cosine`` and ``shard``.
     """
-
-    def __init__(self, in_features: int, num_classes: int, **options: Any) -> None:
-        super().__init__(in_features, num_classes, prediction="softmax", **options)
 
     def value(self, logits: Tensor) -> Tensor:
         """``1 + o + o²/2``."""
