@@ -370,3 +370,13 @@ def test_samplers_with_two_parts_in_the_layer(name):
     assert head.weight.grad.is_sparse
     with pytest.raises(ValueError, match="has no single distribution"):
         head.sampler.log_prob(query, target[:, None])
+
+
+def test_a_shard_gets_its_part_of_what_is_for_all_classes():
+    part, counts = samplers.Part(10, 20, 40, 4), torch.arange(40)
+    made = samplers.create("head_tail", 40, 4, part=part, head=10, probe=8)
+    assert (made.num_classes, made.head, made.probe) == (10, 3, 2)
+    made = samplers.create("two_pass", 40, 4, part=part, candidates=100, counts=counts)
+    assert (made.num_classes, made.candidates) == (10, 25)
+    torch.testing.assert_close(made.first.table.weight, counts[10:20].double())
+    assert samplers.create("two_pass", 40, 4, part=part).candidates == 1024

@@ -484,7 +484,7 @@ def test_tensorboard(tmp_path):
         ({"power": 1.0}, "--power is for unigram, not for blocks"),
         ({"own": 8, "sampler": "uniform"}, "--own is for blocks, not for uniform"),
         ({"own": 8, "sampler": "full"}, "--own is for blocks, not for full"),
-        ({"probe": 8, "sampler": "quadratic"}, "--probe is for blocks, not for quadratic"),
+        ({"probe": 8, "sampler": "quadratic"}, "--probe is for blocks, head_tail, not for quadratic"),
         ({"sampler": "zipf"}, "--sampler must be one of 'full', 'blocks', .*, got 'zipf'"),
         ({"epochs": math.nan}, "--epochs must be positive, got nan"),
         ({"num_samples": 3, "tolerance": 0.1}, "give --num-samples or --tolerance, not both"),

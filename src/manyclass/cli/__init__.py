@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from . import bench, reproduce, runs, train, trial
+from . import bench, compare, reproduce, runs, train, trial
 
 app = typer.Typer(
     invoke_without_command=True,
@@ -26,7 +26,7 @@ def main(
         raise typer.Exit
 
 
-for _command in (runs.evaluate, runs.predict, runs.export, runs.report, trial.synth, trial.demo):
+for _command in (runs.evaluate, runs.predict, runs.export, runs.report, compare.compare, trial.synth, trial.demo):
     app.command()(_command)
 app.add_typer(train.app, name="train")
 app.add_typer(bench.app, name="bench")

@@ -104,6 +104,8 @@ def export(
     target = out or run / "export"
     target.mkdir(parents=True, exist_ok=True)
     head = model.head
+    if len(getattr(head, "weight", ())) != task.num_classes:
+        raise ValueError(f"{run} has no class embeddings to export: it was trained with --loss {task.settings.loss}")
     for file in export.export(head.weight.detach(), head.bias, task.vocabulary.names, head.prediction, to, target):
         print(file)
 

@@ -1,22 +1,29 @@
 """Layers that train on a sample of the classes with another loss than the sampled softmax."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import fused, samplers
 from ..diagnostics import MEASURED, Diagnostics
 from ..sampled import SampledSoftmax
 
-#: Arguments of `SampledSoftmax` that these layers do not take, and why.
+#: Arguments of `SampledSoftmax` that the layers of this package do not take, and why.
 REFUSED = {
     "tolerance": "its loss is no estimate of the softmax loss",
-    "shard": "its loss is no estimate of the softmax loss",
+    "shard": "it has all classes in one process",
     "classes": "it reads its class weights from a table",
     "cosine": "it reads its class weights from a table",
 }
+
+
+def refuse(layer: nn.Module, options: Iterable[str]) -> None:
+    """Raise if there are options that a layer of this package does not take."""
+    for name in sorted(REFUSED.keys() & set(options)):
+        raise TypeError(f"{type(layer).__name__} does not take {name}: {REFUSED[name]}")
 
 
 class SampledLoss(SampledSoftmax):
@@ -32,8 +39,10 @@ class SampledLoss(SampledSoftmax):
         options: as in `SampledSoftmax`, without those in `REFUSED`, and options of the sampler.
     """
 
-    #: Whether negatives are never the target. If not, `_losses` needs the target's log-count, so one q for all classes.
+    #: Whether negatives are never the target.
     excludes_target = True
+    #: Whether `_losses` needs the target's log-count, so a sampler with one q for all classes.
+    needs_target_count = False
 
     def __init__(
         self,
@@ -43,10 +52,9 @@ class SampledLoss(SampledSoftmax):
         num_samples: int | None = None,
         **options: Any,
     ) -> None:
-        for name in sorted(REFUSED.keys() & options.keys()):
-            raise TypeError(f"{type(self).__name__} does not take {name}: {REFUSED[name]}")
+        refuse(self, options)
         super().__init__(in_features, num_classes, sampler, num_samples, **options)
-        if not self.excludes_target and type(self.sampler)._draw is samplers.Sampler._draw:
+        if self.needs_target_count and type(self.sampler)._draw is samplers.Sampler._draw:
             raise ValueError(
                 f"sampler must have one distribution q, as {type(self).__name__} needs q(target), but "
                 f"{type(self.sampler).__name__} has none: take 'unigram' or another with log_prob"
@@ -67,7 +75,7 @@ class SampledLoss(SampledSoftmax):
             exclude = target if self.excludes_target else None
             flat = query.detach()
             draw = self.sampler.draw(flat, self.num_samples, exclude=exclude, context=context, generator=generator)
-            if exclude is None:
+            if self.needs_target_count:
                 draws = sum(self.sampler.numbers(self.num_samples)) // self.sampler.classes_per_draw
                 log_prob = self.sampler.log_prob(flat, target.unsqueeze(-1), context=context).squeeze(-1)
                 target_log_count = (log_prob + math.log(draws)).to(query.dtype)
@@ -90,7 +98,7 @@ class SampledLoss(SampledSoftmax):
         positive: Tensor,  # shape: (batch,)
         negative: Tensor,  # shape: (batch, samples)
         log_count: Tensor,  # shape: (batch, samples), `fused.EMPTY` for an empty slot
-        target_log_count: Tensor | None,  # shape: (batch,), unless `excludes_target`
+        target_log_count: Tensor | None,  # shape: (batch,), of draws from q itself, if `needs_target_count`
     ) -> Tensor:
         """Losses ``(batch,)`` from the outputs of the positives and the negatives."""
         raise NotImplementedError

@@ -31,6 +31,7 @@ class NoiseContrastive(SampledLoss):
     """
 
     excludes_target = False
+    needs_target_count = True
 
     def __init__(
         self,

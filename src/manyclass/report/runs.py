@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import losses
 from ..train import run as train
 
 
@@ -36,8 +37,12 @@ class Run:
 
     @property
     def sampler(self) -> str:
-        """The sampler's name, or ``"full"``."""
-        return self.config["settings"]["sampler"]
+        """The sampler's name, or ``"full"``; for a loss of related work, its name and the sampler's."""
+        settings = self.config["settings"]
+        loss, sampler = settings.get("loss", "softmax"), settings["sampler"]
+        if loss == "softmax":
+            return sampler
+        return f"{loss}, {sampler}" if loss in losses.names() and losses.draws(loss) else loss
 
     @property
     def loss(self) -> float:

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .base import Incremental
+from .base import Incremental, Sampler
 from .blocks import Blocks
-from .draw import Best, Draw
+from .description import options as declared
+from .draw import Best, Draw, Part
 
 
 class HeadTail(Incremental):
@@ -51,6 +52,13 @@ class HeadTail(Incremental):
         self.head = checks.positive_int("head", head, maximum=checks.MAX_CLASSES)
         self.probe = checks.positive_int("probe", probe)
         self.index = Blocks(num_classes, in_features, probe=probe, prediction=prediction, bias=bias)
+
+    @classmethod
+    def restrict(cls, options: dict[str, Any], part: Part) -> tuple[type[Sampler], dict[str, Any]]:
+        """Share out the head and the blocks that a search visits."""
+        totals = {name: value for name, value in {**declared(cls), **options}.items() if name in ("head", "probe")}
+        shared = {name: math.ceil(checks.positive_int(name, total) / part.shards) for name, total in totals.items()}
+        return cls, {**options, **shared}
 
     def update(self, weight: Tensor, rows: Tensor | None = None, *, bias: Tensor | None = None) -> None:
         """Let the index follow the class weights."""

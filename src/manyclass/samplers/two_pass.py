@@ -9,6 +9,7 @@ from torch import Tensor
 from .. import checks, functional
 from . import systematic
 from .base import Incremental, Sampler
+from .description import options as declared
 from .draw import Draw, Part
 from .static import Uniform, Unigram
 
@@ -65,11 +66,12 @@ class TwoPass(Incremental):
 
     @classmethod
     def restrict(cls, options: dict[str, Any], part: Part) -> tuple[type[Sampler], dict[str, Any]]:
-        """Take the counts of these classes from those of all."""
-        if options.get("counts") is None:
-            return cls, options
-        counts = Unigram.restrict({"counts": options["counts"]}, part)[1]["counts"]
-        return cls, {**options, "counts": counts}
+        """Share out the candidates, and take the counts of these classes from those of all."""
+        total = checks.positive_int("candidates", {**declared(cls), **options}["candidates"])
+        options = {**options, "candidates": math.ceil(total / part.shards)}
+        if options.get("counts") is not None:
+            options["counts"] = Unigram.restrict({"counts": options["counts"]}, part)[1]["counts"]
+        return cls, options
 
     def update(self, weight: Tensor, rows: Tensor | None = None, *, bias: Tensor | None = None) -> None:
         """Read these class weights from now on."""

@@ -50,7 +50,7 @@ def _check_probe(model: Model, task: Task[Any]) -> None:
         raise ValueError(
             "probe searches one tree over all classes, but several processes have a tree each; leave it out"
         )
-    if not isinstance(model.head.sampler, Blocks):
+    if not isinstance(getattr(model.head, "sampler", None), Blocks):
         raise ValueError(f"probe needs a model trained with sampler='blocks', not {task.settings.sampler!r}")
 
 

@@ -6,10 +6,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .. import samplers
+from .. import losses, samplers
 from ..full import FullSoftmax
 from ..sampled import SampledSoftmax
-from .settings import FULL, Settings
+from .settings import FULL, SOFTMAX, Settings
 from .tasks import Batch, Task
 from .tasks.base import IGNORE
 
@@ -31,15 +31,18 @@ class Model(nn.Module):
         full = settings.sampler == FULL
         if getattr(settings, "tied", False):
             embedding = cast(nn.Embedding, self.trunk.embedding)
-            embedding.sparse = not full
+            embedding.sparse = settings.draws
         options: dict[str, Any] = {"prediction": settings.prediction, "embedding": embedding, "ignore_index": IGNORE}
         features = settings.features  # pyright: ignore[reportAttributeAccessIssue]
         sharded = task.part[1] > 1
         if sharded and embedding is not None:
             raise ValueError("--tied needs all class weights in every process, so it cannot be trained by several")
+        if settings.loss != SOFTMAX:
+            self.head: Any = _baseline(settings, task, features, embedding)
+            return
         sampled_layer, full_layer = _layers(sharded)
         if full:
-            self.head: Any = full_layer(features, task.num_classes, **options)
+            self.head = full_layer(features, task.num_classes, **options)
             return
         options |= settings.sampler_options() | _sampler_data(settings.sampler, task)
         self.head = sampled_layer(
@@ -86,6 +89,26 @@ class Model(nn.Module):
             first = next(other for other, same in self.named_parameters() if same is parameter)
             shared[name] = weights[first]
         self.load_state_dict({**self.buffers_and_extras(), **shared, **rest})
+
+
+def _baseline(settings: Settings, task: Task[Any], features: int, embedding: nn.Embedding | None) -> nn.Module:
+    """The layer of a loss of related work."""
+    if task.part[1] > 1:
+        raise ValueError(f"--loss {settings.loss} needs all classes in one process, so several cannot train it")
+    kind: Any = losses.named(settings.loss)
+    if losses.draws(settings.loss):
+        options = settings.sampler_options() | _sampler_data(settings.sampler, task)
+        number = settings.num_samples
+        return kind(
+            features, task.num_classes, settings.sampler, number, embedding=embedding, ignore_index=IGNORE, **options
+        )
+    if "counts" in inspect.signature(kind).parameters:
+        if embedding is not None:
+            raise ValueError(f"--loss {settings.loss} takes no --tied: it has no row for each class")
+        counts = torch.bincount(task.pairs()[0], minlength=task.num_classes) + 1
+        return kind(features, task.num_classes, counts=counts, ignore_index=IGNORE)
+    dense = {} if embedding is None else {"sparse": False}
+    return kind(features, task.num_classes, embedding=embedding, ignore_index=IGNORE, **dense)
 
 
 def _sampler_data(sampler: str, task: Task[Any]) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from .. import checks, samplers
+from .. import checks, losses, samplers
 from ..budget import NUM_SAMPLES
 from .data.files import check_encoding
 from .records import first_line, quoted, typed
@@ -16,6 +16,8 @@ PANELS = DATA, MODEL, LAYER, TRAINING, RUN = ("Data", "Model", "Output layer", "
 FREE = ("out", "resume", "threads", "timeout", "checkpoint_every", "tensorboard")
 #: The sampler that is none: the exact loss over all classes.
 FULL = "full"
+#: The loss that is not one of `losses`: the softmax, sampled or full.
+SOFTMAX = "softmax"
 #: Settings that are options of samplers; None leaves the sampler's default.
 SAMPLER_OPTIONS = ("own", "probe", "scope", "power")
 
@@ -54,11 +56,15 @@ def _sampler_option(name: str, help: str, **more: Any) -> Shown:
 
 
 if TYPE_CHECKING:
-    SamplerName = str
+    SamplerName = LossName = str
 else:
-    SamplerName = Literal[(FULL, *samplers.names())]
+    SamplerName, LossName = Literal[(FULL, *samplers.names())], Literal[(SOFTMAX, *losses.names())]
 _DISTRIBUTIONS = "; ".join(f"`{name}`: {samplers.named(name).q}" for name in samplers.names())
 Sampler = Annotated[SamplerName, _option(LAYER, f"Distribution of the negatives. `full` scores all. {_DISTRIBUTIONS}.")]
+Loss = Annotated[
+    LossName,
+    _option(LAYER, "The loss of training. Those other than `softmax` are baselines of related work to compare with."),
+]
 NumSamples = Annotated[
     int | None,
     _option(
@@ -106,6 +112,7 @@ class Settings:
     scope: Scope = None
     power: Power = None
     prediction: Prediction = "softmax"
+    loss: Loss = SOFTMAX
     optimizer: Annotated[
         Literal["adagrad", "sgd", "adam", "adamw"],
         _option(TRAINING, "Optimiser; adam and adamw want a smaller --lr, such as 0.001."),
@@ -160,6 +167,26 @@ class Settings:
             if self.sampler not in takers(name):
                 raise ValueError(f"--{name} is for {', '.join(takers(name))}, not for {self.sampler}")
 
+        if self.loss != SOFTMAX:
+            self._check_baseline()
+
+    def _check_baseline(self) -> None:
+        """Raise if there are options that the loss does not take."""
+        checks.one_of("--loss", self.loss, (SOFTMAX, *losses.names()))
+        refused = {"tolerance": None, "prediction": SOFTMAX}
+        if not losses.draws(self.loss):
+            refused |= {"sampler": Settings.sampler, "num_samples": None, **dict.fromkeys(SAMPLER_OPTIONS)}
+        elif self.sampler == FULL:
+            raise ValueError(f"--loss {self.loss} needs negatives, so it takes no --sampler full")
+        for name, default in refused.items():
+            if getattr(self, name) != default:
+                raise ValueError(f"--loss {self.loss} takes no --{name.replace('_', '-')}")
+
+    @property
+    def draws(self) -> bool:
+        """Whether training draws negatives."""
+        return self.sampler != FULL if self.loss == SOFTMAX else losses.draws(self.loss)
+
     def sampler_options(self) -> dict[str, Any]:
         """Options of the sampler that were given."""
         return {name: value for name in SAMPLER_OPTIONS if (value := getattr(self, name)) is not None}
@@ -197,7 +224,6 @@ class Settings:
     def differences(self, other: dict[str, Any]) -> list[str]:
         """Names of the settings that differ from those of another run, of those that change what is learned."""
         taken = {} if self.sampler == FULL else samplers.options(self.sampler)
-
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
 
         def effective(settings: dict[str, Any], name: str) -> Any:

@@ -2,6 +2,7 @@
 
 import math
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -23,7 +24,7 @@ from .model import Model
 from .processes import Processes
 from .records import first_line, quoted
 from .run import CHECKPOINT, Metrics, Run
-from .settings import Settings
+from .settings import SOFTMAX, Settings
 from .state import State
 from .tasks import TASKS, Task
 
@@ -140,7 +141,18 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
         observer.step(state.step, steps, state.rows[-1])
         if stopped:
             break
+    if processes.first:
+        run.write_json("resources.json", {"peak_bytes": _peak_bytes()})
     return state.rows
+
+
+def _peak_bytes() -> int | None:
+    """Most memory that this process has had, in bytes; None where the system does not say."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _start(run: Run, model: Model, optimizer: Any, state: State, processes: Processes, seed: int) -> None:
@@ -160,9 +172,9 @@ def _start(run: Run, model: Model, optimizer: Any, state: State, processes: Proc
 def _measured(model: Model, task: Task[Any], state: State, steps: int, processes: Processes) -> Metrics:
     """Evaluate on held-out data."""
     settings, bias, number = task.settings, None, None
-    if settings.sampler != "full":
+    if settings.draws:
         number = model.head.num_samples
-        bias = model.head.diagnostics().bias if state.step else None
+        bias = model.head.diagnostics().bias if state.step and settings.loss == SOFTMAX else None
     rate = settings.lr * schedule(settings.schedule, max(0, state.step - 1) / steps)
     loss = evaluate(model, task, settings.eval_examples)["loss"]
     mean = processes.sums([state.total])[0] / (state.count * processes.world) if state.count else None

@@ -1,0 +1,189 @@
+"""Hierarchical softmax: a class is a path of binary decisions."""
+
+import itertools
+import math
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import checks, functional
+from ..fused import select_rows
+from ..head import Head, full_precision
+from ..samplers.bisection import bisect
+from ..shard import Tables
+
+
+class Paths(NamedTuple):
+    """Decisions on the way from the root of a binary tree to each class, those of one class after the other."""
+
+    #: Inner nodes, shape ``(decisions,)``, in ``[0, num_classes − 1)``.
+    node: Tensor
+    #: Whether the class is on the right of the node: 1, or −1 on the left, shape ``(decisions,)``.
+    side: Tensor
+    #: The decisions of class i are ``offsets[i] … offsets[i + 1] − 1``, shape ``(num_classes + 1,)``.
+    offsets: Tensor
+
+
+class HierarchicalSoftmax(Head):
+    """p_i = Π σ(±⟨v, h⟩) over the inner nodes on the way to class i in a binary tree. O(d·depth) per example.
+
+    Probabilities are normalised by construction, so the loss is exact in training, too. There are n − 1 vectors v,
+    ``weight``, one for each inner node. ``log_prob`` and ``topk`` score all nodes.
+
+    Morin and Bengio, Hierarchical probabilistic neural network language model (AISTATS 2005); with a Huffman tree:
+    Mikolov et al. (2013).
+
+    Args:
+        in_features: size of the query, d.
+        num_classes: n, at least 2.
+        counts: class frequencies, shape ``(num_classes,)``, for a Huffman tree: frequent classes have short paths.
+        embeddings: or class vectors, shape ``(num_classes, columns)``, for a balanced tree of halves that lie together.
+        sparse: whether the gradient of ``weight`` is a sparse tensor of the nodes that were met.
+        options: ``reduction``, ``ignore_index``, ``device``, ``dtype`` and ``validate``, as in `FullSoftmax`.
+    """
+
+    node: Tensor
+    side: Tensor
+    offsets: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        counts: Tensor | None = None,
+        embeddings: Tensor | None = None,
+        sparse: bool = True,
+        **options: Any,
+    ) -> None:
+        allowed = ("reduction", "ignore_index", "device", "dtype", "validate")
+        for name in options.keys() - set(allowed):
+            raise TypeError(f"HierarchicalSoftmax does not take {name}: its options are {', '.join(allowed)}")
+        if (counts is None) == (embeddings is None):
+            raise ValueError("give counts for a Huffman tree, or embeddings for a tree of halves: one of both")
+        super().__init__(in_features, num_classes, sparse=sparse, **options)
+        given = cast(Tensor, embeddings if counts is None else counts)
+        name = "embeddings" if counts is None else "counts"
+        checks.dense(name, given)
+        expected = f"({num_classes}, columns)" if counts is None else f"({num_classes},)"
+        if given.dim() != 1 + (counts is None) or len(given) != num_classes:
+            raise ValueError(f"{name} must have shape {expected}, got {tuple(given.shape)}")
+        if not bool(torch.isfinite(given).all()) or (counts is not None and bool((given < 0).any())):
+            raise ValueError(f"{name} must be finite{'' if counts is None else ' and not negative'}")
+        paths = halves(given) if counts is None else huffman(given)
+        for field, value in paths._asdict().items():
+            self.register_buffer(field, value.to(self.weight.device))
+
+    def _table(self, columns: int, device: Any, dtype: torch.dtype | None) -> nn.Embedding:
+        """One row for each inner node."""
+        rows = self.num_classes - 1
+        made = nn.utils.skip_init(nn.Embedding, rows, columns, sparse=self.sparse, device=device, dtype=dtype)
+        return cast(nn.Embedding, made)
+
+    def _training_losses(
+        self, query: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None
+    ) -> Tensor:
+        return self._path_losses(query, target)
+
+    def _exact_losses(
+        self, query: Tensor, target: Tensor, tables: Tables, margin: functional.Margin | None = None
+    ) -> Tensor:
+        return self._path_losses(query, target)
+
+    def _path_losses(self, query: Tensor, target: Tensor) -> Tensor:
+        first, length = self.offsets[target], self.offsets[target + 1] - self.offsets[target]
+        step = torch.arange(int(length.max()) if len(target) else 0, device=target.device)
+        there = step < length.unsqueeze(-1)
+        decision = torch.where(there, first.unsqueeze(-1) + step, 0)
+        rows, place = self.node[decision].unique(return_inverse=True)
+        vectors = F.embedding(place, select_rows(self.weight, rows, self.sparse).to(query.dtype))
+        logits = torch.einsum("bd,bkd->bk", query, vectors) * self.side[decision]
+        return torch.where(there, F.softplus(-logits), 0.0).sum(dim=-1)
+
+    def log_prob(self, input: Tensor) -> Tensor:
+        """Log probability of every class, shape ``(*batch, num_classes)``. O(n·(d + depth)) per example."""
+        query = self._check_input(input)
+        with full_precision(query):
+            parts = [self._log_prob(part) for part in self._parts(query)]
+        return torch.cat(parts).reshape(*query.shape[:-1], self.num_classes)
+
+    def _log_prob(self, query: Tensor) -> Tensor:
+        logits = query @ self.weight.to(query.dtype).T
+        decisions = F.logsigmoid(logits[:, self.node] * self.side)
+        owner = torch.arange(self.num_classes, device=query.device).repeat_interleave(self.offsets.diff())
+        return decisions.new_zeros(len(query), self.num_classes).index_add(1, owner, decisions)
+
+    def _parts(self, query: Tensor) -> tuple[Tensor, ...]:
+        """Queries in parts, so that their decisions fit into a bounded memory."""
+        return query.reshape(-1, self.in_features).split(max(1, functional.MAX_LOGITS // len(self.node)))
+
+    @torch.no_grad()
+    def topk(self, input: Tensor, k: int, *, probe: int | None = None) -> tuple[Tensor, Tensor]:
+        """The ``k`` most probable classes, best first: log probabilities and ids, both ``(*batch, k)``. Exact."""
+        if probe is not None:
+            raise ValueError(f"probe must be None: HierarchicalSoftmax has no index to search; got {probe}")
+        if checks.positive_int("k", k) > self.num_classes:
+            raise ValueError(f"k must be at most num_classes = {self.num_classes}, got {k}")
+        query = self._check_input(input)
+        with full_precision(query):
+            values, ids = zip(*(self._log_prob(part).topk(k, dim=-1) for part in self._parts(query)), strict=True)
+        return torch.cat(values).reshape(*query.shape[:-1], k), torch.cat(ids).reshape(*query.shape[:-1], k)
+
+    def extra_repr(self) -> str:
+        """Show the sizes and the mean depth of a class."""
+        depth = len(self.node) / self.num_classes
+        return f"in_features={self.in_features}, num_classes={self.num_classes}, mean depth={depth:.1f}"
+
+
+def huffman(counts: Tensor) -> Paths:
+    """Build the tree with the shortest mean path, by merging the two rarest sets again and again. O(n·log n)."""
+    leaves = len(counts)
+    order = counts.argsort(stable=True).tolist()
+    mass, parent, side = counts.double().tolist(), [0] * (2 * leaves - 1), [0] * (2 * leaves - 1)
+    leaf = merged = 0  # the rarest leaf, and the rarest of the merged sets, which come in ascending order
+    for new in range(leaves, 2 * leaves - 1):
+        total = 0.0
+        for which in (-1, 1):
+            if merged == new - leaves or (leaf < leaves and mass[order[leaf]] <= mass[leaves + merged]):
+                child, leaf = order[leaf], leaf + 1
+            else:
+                child, merged = leaves + merged, merged + 1
+            parent[child], side[child] = new, which
+            total += mass[child]
+        mass.append(total)
+    root = 2 * leaves - 2
+    parent[root] = root
+    up, turn, at, steps = torch.tensor(parent), torch.tensor(side), torch.arange(leaves), []
+    while bool((at != root).any()):
+        steps.append((up[at] - leaves, turn[at], at != root))
+        at = up[at]
+    return _ragged(steps)
+
+
+def halves(embeddings: Tensor) -> Paths:
+    """Build a balanced tree whose nodes part class vectors across the direction that parts them best."""
+    n = len(embeddings)
+    borders = [0, n]
+    for _ in range(math.ceil(math.log2(n))):
+        middles = [(a + b) // 2 for a, b in itertools.pairwise(borders)]
+        borders = [*(border for pair in zip(borders[:-1], middles, strict=True) for border in pair), n]
+    rows = embeddings.detach().to(torch.float32).cpu()
+    place = torch.empty(n, dtype=torch.long)
+    place[bisect(rows, torch.tensor(borders))] = torch.arange(n)
+    low, high, steps = torch.zeros_like(place), torch.full_like(place, n), []
+    while bool((active := high - low > 1).any()):
+        middle = (low + high) // 2
+        right = place >= middle
+        # Every position but 0 is the middle of one segment only: it numbers the inner nodes.
+        steps.append(((middle - 1).clamp(min=0), torch.where(right, 1, -1), active))
+        low, high = torch.where(right & active, middle, low), torch.where(~right & active, middle, high)
+    return _ragged(steps)
+
+
+def _ragged(steps: list[tuple[Tensor, Tensor, Tensor]]) -> Paths:
+    """Put together node, side and existence of the k-th decision of all classes."""
+    node, side, there = (torch.stack(part, dim=1) for part in zip(*steps, strict=True))
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), there.sum(dim=1).cumsum(0)])
+    return Paths(node[there], side[there].to(torch.int8), offsets)

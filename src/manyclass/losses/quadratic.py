@@ -1,0 +1,76 @@
+"""Softmaxes with a polynomial of degree two in place of the exponential."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks, functional
+from ..head import Head, full_precision
+from ..shard import Tables
+from .base import refuse
+
+
+class QuadraticSoftmax(Head):
+    """p_i = f(o_i) / Σ_j f(o_j) for a positive polynomial f of degree two. Exact in training, too: O(n·d) per example.
+
+    A subclass implements `value`.
+
+    Args:
+        in_features: size of the query, d.
+        num_classes: n, at least 2.
+        options: as in `FullSoftmax`, without ``prediction``, ``classes``, ``cosine`` and ``shard``.
+    """
+
+    def __init__(self, in_features: int, num_classes: int, **options: Any) -> None:
+        refuse(self, options)
+        super().__init__(in_features, num_classes, prediction="softmax", **options)
+
+    def value(self, logits: Tensor) -> Tensor:
+        """f(o) > 0; the shape is kept."""
+        raise NotImplementedError
+
+    def _training_losses(
+        self, query: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None
+    ) -> Tensor:
+        return self._quadratic_losses(query, target)
+
+    def _exact_losses(
+        self, query: Tensor, target: Tensor, tables: Tables, margin: functional.Margin | None = None
+    ) -> Tensor:
+        return self._quadratic_losses(query, target)
+
+    def _quadratic_losses(self, query: Tensor, target: Tensor) -> Tensor:
+        parts = zip(self._parts(query), target.split(self._most()), strict=True)
+        losses = [-self._log_prob(part).gather(-1, each.unsqueeze(-1)).squeeze(-1) for part, each in parts]
+        return torch.cat(losses)
+
+    def log_prob(self, input: Tensor) -> Tensor:
+        """Log probability of every class, shape ``(*batch, num_classes)``. O(n·d) per example."""
+        query = self._check_input(input)
+        with full_precision(query):
+            parts = [self._log_prob(part) for part in self._parts(query.reshape(-1, self.in_features))]
+        return torch.cat(parts).reshape(*query.shape[:-1], self.num_classes)
+
+    def _log_prob(self, query: Tensor) -> Tensor:
+        mass = self.value(functional.linear(query, self.weight, self.bias))
+        return mass.log() - mass.sum(dim=-1, keepdim=True).log()
+
+    def _most(self) -> int:
+        return max(1, functional.MAX_LOGITS // self.num_classes)
+
+    def _parts(self, query: Tensor) -> tuple[Tensor, ...]:
+        return query.split(self._most())
+
+    @torch.no_grad()
+    def topk(self, input: Tensor, k: int, *, probe: int | None = None) -> tuple[Tensor, Tensor]:
+        """The ``k`` most probable classes, best first: log probabilities and ids, both ``(*batch, k)``."""
+        if probe is not None:
+            raise ValueError(f"probe must be None: {type(self).__name__} has no index to search; got {probe}")
+        if checks.positive_int("k", k) > self.num_classes:
+            raise ValueError(f"k must be at most num_classes = {self.num_classes}, got {k}")
+        query = self._check_input(input)
+        with full_precision(query):
+            flat = query.reshape(-1, self.in_features)
+            values, ids = zip(*(self._log_prob(part).topk(k, dim=-1) for part in self._parts(flat)), strict=True)
+        return torch.cat(values).reshape(*query.shape[:-1], k), torch.cat(ids).reshape(*query.shape[:-1], k)

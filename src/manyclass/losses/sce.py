@@ -1,0 +1,83 @@
+"""Scalable cross entropy: hard negatives of the batch, from buckets of queries and classes."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks, functional
+from ..fused import select_rows
+from ..head import Head
+from .base import refuse
+
+
+class ScalableCrossEntropy(Head):
+    """Compare each query with the classes of its buckets only: those that some random direction ranks highest.
+
+    Each bucket is a random combination of the batch's queries. It takes the ``bucket_queries`` queries and the
+    ``bucket_classes`` classes with the largest products with it, without gradients. The loss of a query is the largest
+    over its buckets of ``−o_y + ln(exp(o_y) + Σ_{i in bucket, i ≠ y} exp(o_i))``; a query in no bucket has the loss 0.
+    It is a lower bound of the exact loss: the mass of all other classes is missing and nothing stands for it. So the
+    bias is the log of the share of the mass that the bucket holds, and it is small only where the predictions of a
+    batch are peaked and alike. Cost O(n·d) per bucket to rank the classes, O(d) for each pair in a bucket.
+
+    Mezentsev, Gusak, Oseledets and Frolov, Scalable cross-entropy loss for sequential recommendations with large item
+    catalogs (RecSys 2024).
+
+    Args:
+        in_features: size of the query, d.
+        num_classes: n, at least 2.
+        buckets: number of buckets; default: about 2·√batch, as in the paper.
+        bucket_queries: queries of a bucket; default: as many.
+        bucket_classes: classes of a bucket.
+        sparse: whether gradients of ``weight`` and ``bias`` are sparse tensors.
+        options: as in `FullSoftmax`, without ``classes``, ``cosine`` and ``shard``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        buckets: int | None = None,
+        bucket_queries: int | None = None,
+        bucket_classes: int = 256,
+        sparse: bool = True,
+        **options: Any,
+    ) -> None:
+        refuse(self, options)
+        super().__init__(in_features, num_classes, sparse=sparse, **options)
+        self.buckets = None if buckets is None else checks.positive_int("buckets", buckets)
+        if bucket_queries is not None:
+            checks.positive_int("bucket_queries", bucket_queries)
+        self.bucket_queries = bucket_queries
+        self.bucket_classes = min(checks.positive_int("bucket_classes", bucket_classes), num_classes)
+
+    def _training_losses(
+        self, query: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None
+    ) -> Tensor:
+        if not len(query):
+            return query.sum(dim=-1)
+        weight, bias = self._tables()
+        usual = math.ceil(2 * math.sqrt(len(query)))
+        with torch.no_grad():
+            mix = torch.randn(self.buckets or usual, len(query), generator=generator, device=query.device)
+            centre = mix.to(query.dtype) @ query
+            members = (centre @ query.T).topk(min(self.bucket_queries or usual, len(query)), dim=-1).indices
+            offsets = None if bias is None else bias.squeeze(-1)
+            classes = functional.topk(centre, weight, self.bucket_classes, offsets)[1]
+        rows, place = torch.cat([target, classes.flatten()]).unique(return_inverse=True)
+        positives, places = place[: len(target)], place[len(target) :].view(classes.shape)
+        drawn = select_rows(weight, rows, self.sparse).to(query.dtype)
+        positive = (query * drawn[positives]).sum(dim=-1)
+        logits = torch.einsum("bqd,bcd->bqc", query[members], drawn[places])
+        if bias is not None:
+            shift = select_rows(bias, rows, self.sparse).to(query.dtype).squeeze(-1)
+            positive, logits = positive + shift[positives], logits + shift[places].unsqueeze(1)
+        positive, logits = (functional.output(part, self.prediction) for part in (positive, logits))
+        own = positive[members].unsqueeze(-1)
+        logits = logits.masked_fill(classes.unsqueeze(1) == target[members].unsqueeze(-1), -math.inf)
+        losses = torch.cat([own, logits], dim=-1).logsumexp(dim=-1) - own.squeeze(-1)
+        # A query in no bucket keeps the 0 of its place, without a gradient.
+        return torch.zeros_like(positive).scatter_reduce(0, members.flatten(), losses.flatten(), "amax")

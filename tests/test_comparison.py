@@ -1,0 +1,119 @@
+"""The comparison of all methods, in miniature: real processes, tiny data."""
+
+import csv
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from manyclass import losses, samplers
+from manyclass.experiments import comparison, reproduce
+from manyclass.experiments.comparison import Result, Trial
+
+SMALL = reproduce.Dataset(
+    "small",
+    {"--interactions": "sequences.txt*"},
+    "next-item --model feed-forward --features 8 --dropout 0 --batch 40",
+    {"quick": "--steps 12 --evaluations 2"},
+)
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    folder = tmp_path / "data" / "synth"
+    folder.mkdir(parents=True)
+    lines = [" ".join(f"i{(user + 3 * place) % 61}" for place in range(7)) for user in range(80)]
+    (folder / "sequences.txt").write_text("\n".join(lines))
+    monkeypatch.setitem(reproduce.DATASETS, "synth", SMALL)
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The command and the folder of every process that is started."""
+    launch, started = reproduce._launch, []
+
+    def recorded(job):
+        started.append((job.commands[0][0], job.folder.name))
+        return launch(job)
+
+    monkeypatch.setattr(reproduce, "_launch", recorded)
+    return started
+
+
+def compare(data, out, methods):
+    out.mkdir(exist_ok=True)
+    trials = [Trial("quick", "synth", method, 0) for method in methods]
+    comparison.sweep(trials, data, out, 1, Console(file=io.StringIO()))
+    console = Console(width=120, file=io.StringIO())
+    comparison.summarise("quick", ["synth"], out, console)
+    return console.file.getvalue()
+
+
+def test_a_comparison_is_trained_once_and_accumulates(tmp_path, data, launched):
+    out = tmp_path / "out"
+    compare(data, out, ["full"])
+    assert launched == [("train", "quick-synth-full-0"), ("evaluate", "quick-synth-full-0")]
+    launched.clear()
+    page = compare(data, out, ["nce", "full"])
+    assert [name for _, name in launched] == ["quick-synth-nce-0"] * 2
+    with (out / "comparison.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["method"] for row in rows] == ["full", "nce"]
+    for row in rows:
+        assert 0 < float(row["loss"]) < 2 * math.log(61)
+        assert float(row["seconds"]) > 0
+        assert int(row["steps"]) == 12
+        assert float(row["megabytes"]) > 50
+        assert row["method"] in page
+    assert len((out / "comparison-curves.csv").read_text().splitlines()) == 1 + 4
+    assert (out / "comparison.png").stat().st_size > 5000
+    assert not list((out / "runs").iterdir())
+
+
+def test_every_method_is_a_command_that_trains(tmp_path):
+    """All options parse, and every sampler and loss is compared but those that score all classes for each draw."""
+    from manyclass.train.settings import NextItemSettings
+
+    seen = set()
+    for method, options in comparison.METHODS.items():
+        words = options.split()
+        given = dict(zip([word.lstrip("-").replace("-", "_") for word in words[::2]], words[1::2], strict=True))
+        numbers = {
+            name: float(value) if name == "power" else int(value) for name, value in given.items() if value[0].isdigit()
+        }
+        settings = NextItemSettings(interactions=tmp_path, **(given | numbers))
+        seen |= {settings.sampler, settings.loss}
+        command = comparison.arguments(Trial("quick", "ptb", method, 0), {}, tmp_path)
+        assert command[:2] == ["train", "lm"]
+        assert command[-1] == "--resume"
+    assert {*samplers.names(), *losses.names(), "full"} - seen == {"log_uniform", "quartic"}
+
+
+def result(method, loss, curve, seed=0, bias=math.nan):
+    return Result(Trial("quick", "synth", method, seed), loss, 0.3, 0.1, 10.0, 100, 200.0, bias, tuple(curve))
+
+
+def test_the_table_compares_with_the_full_softmax(tmp_path):
+    results = [
+        result("full", 5.0, [(5.0, 6.0), (10.0, 5.2)]),
+        result("full", 5.2, [(5.0, 6.0), (10.0, 5.0)], seed=1),
+        result("blocks", 5.05, [(1.0, 5.6), (2.0, 5.15)], bias=-0.01),
+        result("uniform", 6.0, [(1.0, 7.0), (2.0, 6.0)], bias=-0.5),
+    ]
+    console = Console(width=120, file=io.StringIO())
+    console.print(comparison.table("synth", results))
+    lines = [line.split() for line in console.file.getvalue().splitlines() if "│" in line]
+    cells = {line[1]: [cell for cell in line[2:] if cell != "│"] for line in lines}
+    assert list(cells) == ["blocks", "full", "uniform"]  # best first
+    assert cells["blocks"] == ["1", "5.050", "-0.050", "0.3000", "100.0", "2", "200", "-0.010"]
+    assert cells["full"][:3] == ["2", "5.100", "+0.000"]
+    assert cells["uniform"][5] == "–"  # never that near
+    comparison.write(results, tmp_path)
+    again = comparison.read(tmp_path)
+    assert [one.trial for one in again.values()] == [one.trial for one in results]
+    assert again[results[2].trial] == results[2]
+    (tmp_path / "comparison.csv").write_text("a,b\n")
+    with pytest.raises(ValueError, match=r"comparison.csv must have the columns preset, dataset"):
+        comparison.read(tmp_path)

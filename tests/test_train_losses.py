@@ -1,0 +1,81 @@
+"""`manyclass train --loss`: every loss of related work learns, is evaluated and resumes."""
+
+import json
+
+import pytest
+from test_training import settings_of, train
+
+from manyclass import losses, report
+from manyclass.train import evaluation, training
+from manyclass.train.run import Run
+
+CASES = {
+    "nce": {"sampler": "unigram", "scope": "batch", "num_samples": 20},
+    "negative": {"sampler": "unigram", "power": 0.75, "num_samples": 3},
+    "blackout": {"sampler": "unigram", "num_samples": 5},
+    "sce": {},
+    "hierarchical": {},
+    "adaptive": {},
+    "spherical": {},
+    "taylor": {},
+}
+
+
+def test_every_loss_is_here():
+    assert set(CASES) == set(losses.names())
+
+
+@pytest.mark.parametrize("loss", CASES)
+def test_a_loss_learns_and_is_loaded(tmp_path, loss):
+    rows, _ = train("lm", tmp_path, loss=loss, steps=80, **CASES[loss])
+    assert rows[-1].bias is None
+    assert (rows[-1].num_samples is None) == (not losses.draws(loss))
+    model, task, step = training.load(Run(tmp_path / "run"))
+    assert step == 80
+    assert type(model.head) is losses.named(loss)
+    found = evaluation.evaluate(model, task, k=(1,))
+    assert found["loss"] == pytest.approx(rows[-1].heldout_loss, abs=1e-6)
+    assert found["recall@1"] > 0.3  # by chance it would be 1/11
+    assert json.loads((tmp_path / "run" / "resources.json").read_text())["peak_bytes"] > 1e7
+    sampler = CASES[loss].get("sampler")
+    assert report.load(tmp_path / "run").sampler == (f"{loss}, {sampler}" if sampler else loss)
+
+
+@pytest.mark.parametrize("loss", ["nce", "sce"])
+def test_tied_weights(tmp_path, loss):
+    rows, _ = train("lm", tmp_path, loss=loss, steps=60, tied=True, **CASES[loss])
+    assert rows[-1].heldout_loss < rows[0].heldout_loss
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "hinge"}, "--loss must be one of 'softmax', 'nce'"),
+        ({"loss": "nce", "sampler": "full"}, "--loss nce needs negatives, so it takes no --sampler full"),
+        ({"loss": "nce", "sampler": "unigram", "tolerance": 0.1}, "--loss nce takes no --tolerance"),
+        ({"loss": "taylor", "prediction": "absolute"}, "--loss taylor takes no --prediction"),
+        ({"loss": "sce", "sampler": "uniform"}, "--loss sce takes no --sampler"),
+        ({"loss": "hierarchical", "num_samples": 3}, "--loss hierarchical takes no --num-samples"),
+    ],
+)
+def test_options_that_a_loss_does_not_take(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        settings_of("lm", tmp_path, **options)
+
+
+def test_a_tree_has_no_tied_weights(tmp_path):
+    with pytest.raises(ValueError, match="--loss hierarchical takes no --tied"):
+        train("lm", tmp_path, loss="hierarchical", tied=True, steps=1)
+
+
+def test_a_run_from_before_there_were_losses_resumes(tmp_path):
+    train("lm", tmp_path, steps=10)
+    file = tmp_path / "run" / "config.json"
+    config = json.loads(file.read_text())
+    del config["settings"]["loss"]
+    file.write_text(json.dumps(config))
+    settings = settings_of("lm", tmp_path, steps=10, resume=True)
+    assert settings.differences(config["settings"]) == []
+    assert training.train(training.prepare("lm", settings))[-1].step == 10
+    with pytest.raises(ValueError, match="was begun with loss="):
+        training.prepare("lm", settings_of("lm", tmp_path, steps=10, resume=True, loss="sce"))
