@@ -24,6 +24,7 @@ SAMPLERS = {
     "unigram": ("unigram", {"counts": COUNTS}),
     "unigram pool": ("unigram", {"counts": COUNTS, "scope": "batch"}),
     "bigram": ("bigram", {"pairs": PAIRS}),
+    "in_batch": ("in_batch", {"counts": COUNTS, "uniform": 8}),
     "softmax": ("softmax", {}),
     "quadratic": ("quadratic", {}),
     "quartic": ("quartic", {}),

@@ -9,6 +9,7 @@ from .bigram import Bigram
 from .blocks import Blocks
 from .dense import Dense, Kernel, Softmax
 from .draw import Best, Draw, Part
+from .in_batch import InBatch
 from .polynomial import QuadraticTree, QuarticKernel
 from .static import LogUniform, Uniform, Unigram
 from .tree import KernelTree
@@ -19,6 +20,7 @@ __all__ = [
     "Blocks",
     "Dense",
     "Draw",
+    "InBatch",
     "Kernel",
     "KernelTree",
     "LogUniform",
@@ -40,6 +42,7 @@ _NAMED: dict[str, type[Sampler]] = {
     "log_uniform": LogUniform,
     "unigram": Unigram,
     "bigram": Bigram,
+    "in_batch": InBatch,
     "quadratic": QuadraticTree,
     "quartic": QuarticKernel,
     "softmax": Softmax,
