@@ -32,6 +32,7 @@ SAMPLERS = {
     "multi_index": ("multi_index", {"codewords": 5, "every": 3}),
     "positive": ("positive", {"features": 16, "every": 3}),
     "fourier": ("fourier", {"features": 16}),
+    "in_batch": ("in_batch", {"counts": COUNTS, "uniform": 8}),
     "softmax": ("softmax", {}),
     "quadratic": ("quadratic", {}),
     "quartic": ("quartic", {}),

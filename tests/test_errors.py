@@ -72,7 +72,7 @@ REFUSED = [
     (lambda: head()(X, torch.tensor([0.0, 1.0])), TypeError, "target must have an integer dtype, got torch.float32"),
     (lambda: head()(X, torch.tensor([True, True])), TypeError, "target must have an integer dtype, got torch.bool"),
     (lambda: head()(X, [0, 1]), TypeError, "target must be a tensor, got list"),
-    (lambda: head()(X, Y[:1]), ValueError, r"target must have shape \(2,\), got \(1,\)"),
+    (lambda: head()(X, Y[:1]), ValueError, r"target must have shape \(2,\) or \(2, k\), got \(1,\)"),
     (lambda: head()(X[:, :3], Y), ValueError, r"input must have shape \(\*batch, 4\), got \(2, 3\)"),
     (lambda: head()(X + NAN, Y), ValueError, "input holds NaN or infinite values"),
     (lambda: head().eval()(X + INF, Y), ValueError, "input holds NaN or infinite values"),

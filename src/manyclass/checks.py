@@ -162,7 +162,7 @@ def indices(
         same_device(name, value, "the query", batch_of)
         batch = batch_of.shape[:-1]
         if value.shape != batch and not (several and value.dim() == batch_of.dim() and value.shape[:-1] == batch):
-            others = f" or {(*batch, 'k')}" if several else ""
+            others = f" or ({''.join(f'{size}, ' for size in batch)}k)" if several else ""
             raise ValueError(f"{name} must have shape {tuple(batch)}{others}, got {tuple(value.shape)}")
     if not (validate and readable(value)):
         return value.long()

@@ -122,6 +122,14 @@ def measure(
     return Measured(differences, torch.stack([(gradient - slope).norm(dim=-1) / size for _, gradient in found]))
 
 
+def each(losses: Tensor, target: Tensor) -> Tensor:
+    """Mean loss of each example, ``(examples,)``; of several targets ``(examples, k)``, −1 is none."""
+    if target.dim() == 1:
+        return losses
+    here = target >= 0
+    return losses.where(here, 0.0).sum(dim=-1) / here.sum(dim=-1)
+
+
 def _same(saved: Tensor) -> Tensor:
     return saved
 

@@ -233,7 +233,7 @@ def linear(query: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _query_chunks(query: Tensor) -> Sequence[Tensor]:
-    rows = query.reshape(-1, query.shape[-1])
+    rows = query.reshape(query.shape[:-1].numel(), query.shape[-1])
     return [rows] if torch.compiler.is_exporting() else rows.split(MAX_QUERIES)
 
 

@@ -76,7 +76,7 @@ class Head(ClassEmbeddings):
     def forward(
         self,
         input: Tensor,  # shape: (*batch, in_features)
-        target: Tensor,  # shape: (*batch)
+        target: Tensor,  # shape: (*batch) or (*batch, k)
         *,
         context: Tensor | None = None,  # shape: (*batch)
         generator: torch.Generator | None = None,
@@ -85,7 +85,7 @@ class Head(ClassEmbeddings):
 
         Args:
             input: queries, the model's last hidden layer.
-            target: the positive class of each.
+            target: the positive class of each, or several, padded with ``ignore_index``.
             context: what the ``"bigram"`` sampler conditions on.
             generator: source of the random numbers of the draw; default: torch's global one.
         """
@@ -97,26 +97,39 @@ class Head(ClassEmbeddings):
     ) -> Tensor:
         query = self._check_input(input)
         labels = checks.indices(
-            "target", target, self.num_classes, batch_of=query, ignore=self.ignore_index, validate=self.validate
-        ).flatten()
+            "target",
+            target,
+            self.num_classes,
+            batch_of=query,
+            several=True,
+            ignore=self.ignore_index,
+            validate=self.validate,
+        )
+        several = labels.dim() == query.dim()
+        labels = labels.reshape(labels.shape[:-1].numel(), labels.shape[-1]) if several else labels.flatten()
+        here = labels != self.ignore_index
         # One mask, read once: each time that a mask is an index, the host waits for the device.
-        kept = (labels != self.ignore_index).nonzero().squeeze(-1)
+        kept = (here.any(dim=-1) if several else here).nonzero().squeeze(-1)
         if context is not None:
             context = checks.indices("context", context, None, batch_of=query, validate=self.validate).flatten()[kept]
-        query, labels = query.reshape(-1, self.in_features)[kept], labels[kept]
+        query, labels = query.reshape(-1, self.in_features)[kept], labels.where(here, -1)[kept]
         with full_precision(query):
             if self.training:
                 losses = self._training_losses(query, labels, context, generator)
             else:
                 losses = self._exact_losses(query, labels, self._fresh_tables())
         if self.reduction == "none":
-            return losses.new_zeros(target.numel()).index_copy(0, kept, losses).reshape(target.shape)
-        return self.shard.reduce(losses, self.reduction)
+            losses = losses.where(labels >= 0, 0.0) if several else losses
+            return losses.new_zeros(here.shape).index_copy(0, kept, losses).reshape(target.shape)
+        return self.shard.reduce(losses[labels >= 0] if several else losses, self.reduction)
 
     def _training_losses(
         self, query: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None
     ) -> Tensor:
-        """Loss of each example in training: query ``(batch, in_features)``, target ``(batch,)`` → ``(batch,)``."""
+        """Loss of each target in training: query ``(batch, in_features)``, target ``(batch,)`` → ``(batch,)``.
+
+        Several targets of an example: target ``(batch, k)``, padded with −1 → ``(batch, k)``.
+        """
         raise NotImplementedError
 
     def _exact_losses(

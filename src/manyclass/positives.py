@@ -6,16 +6,7 @@ from torch import Tensor
 
 from . import functional, fused
 from .functional import Margin
-from .samplers.draw import Draw, either_hidden, same_class
-
-
-def without(draw: Draw, labels: Tensor) -> Draw:
-    """Empty all slots that hold one of an example's ``labels (batch, k)``, padded with −1."""
-    mine = (draw.ids.unsqueeze(-1) == labels.unsqueeze(-2)).any(dim=-1)
-    hidden = draw.hidden
-    for column in labels.unbind(dim=-1):
-        hidden = either_hidden(hidden, same_class(draw.pool, column))
-    return draw._replace(log_count=draw.log_count.masked_fill(mine, torch.inf), hidden=hidden)
+from .samplers.draw import Draw
 
 
 def sampled_loss(

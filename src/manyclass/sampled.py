@@ -10,7 +10,7 @@ from . import checks, samplers
 from .budget import Budget
 from .cosine import Cosine
 from .counters import Counters
-from .diagnostics import DRAWS, MEASURED, Diagnostics, Measured, Monitor, measure
+from .diagnostics import DRAWS, MEASURED, Diagnostics, Measured, Monitor, each, measure
 from .head import full_precision
 from .loading import Resumable
 from .refresh import Follower
@@ -57,13 +57,13 @@ class SampledSoftmax(Counters, Resumable):
 
     Shape:
         - Input: ``(*batch, in_features)``
-        - Target: ``(*batch)``, integer, in ``[0, num_classes)`` or ``ignore_index``
-        - Output: scalar, or ``(*batch)`` if ``reduction="none"``
+        - Target: ``(*batch)``, integer, in ``[0, num_classes)`` or ``ignore_index``; or ``(*batch, k)``: one loss for
+          each of an example's targets, none of which is a negative for it
+        - Output: scalar, or the shape of the target if ``reduction="none"``
 
     Example:
         >>> head = SampledSoftmax(64, 100_000)
-        >>> loss = head(torch.randn(32, 64), torch.randint(100_000, (32,)))
-        >>> loss.backward()
+        >>> head(torch.randn(32, 64), torch.randint(100_000, (32,))).backward()
     """
 
     counters = ("step",)
@@ -146,6 +146,7 @@ class SampledSoftmax(Counters, Resumable):
     def _begin_step(self, query: Tensor, target: Tensor, context: Tensor | None) -> None:
         """Bring the sampler and the number of negatives up to date, and remember the batch."""
         self.monitor.begin(query.detach(), target, context)
+        self.sampler.begin(target if target.dim() == 1 else target[target >= 0])
         if self.cache is not None:
             self.follower.told(self.cache.advance(self._known, self._sources()), self.weight)
         changed = self.follower.follow(self.sampler, self.weight, self.bias, self.step, self._tracked())
@@ -164,7 +165,7 @@ class SampledSoftmax(Counters, Resumable):
         observe: bool = False,
         encode: bool = True,
     ) -> Tensor:
-        """Losses ``(batch,)`` with negatives that are drawn now; ``encode=False`` takes embeddings from the cache."""
+        """Losses of the targets with negatives that are drawn now; ``encode=False`` reads embeddings from the cache."""
         examples = self.shard.gather(query, target, context)
         with torch.no_grad():
             seen = examples._replace(query=examples.query.detach())
@@ -242,8 +243,8 @@ class SampledSoftmax(Counters, Resumable):
         with full_precision(query):
             found = measure(
                 query,
-                lambda query: self._exact_losses(query, target, self._tables(), self._margin()),
-                lambda query: self._sampled_losses(query, target, context, generator, encode=False),
+                lambda query: each(self._exact_losses(query, target, self._tables(), self._margin()), target),
+                lambda query: each(self._sampled_losses(query, target, context, generator, encode=False), target),
                 draws,
             )
         return self.shard.gather_measured(found)

@@ -12,6 +12,7 @@ from . import functional
 from .diagnostics import Measured
 from .functional import Margin
 from .samplers import Draw, Part, Sampler
+from .samplers.draw import without
 
 #: Class weights, shape ``(classes of the shard, in_features)``, and offsets, shape ``(classes of the shard, 1)``.
 Tables = tuple[Tensor, Tensor | None]
@@ -22,7 +23,8 @@ class Examples(NamedTuple):
 
     #: Shape ``(examples, in_features)``.
     query: Tensor
-    #: Shape ``(examples,)``, counted from the first class of the shard; −1 if the class is in another one.
+    #: Shape ``(examples,)``, counted from the first class of the shard; −1 if the class is in another one. Or
+    #: ``(examples, k)``, padded with −1.
     target: Tensor
     context: Tensor | None
     #: How many of them each process has, in this order.
@@ -64,7 +66,9 @@ class Shard:
     def draw(self, sampler: Sampler, examples: Examples, number: int, generator: torch.Generator | None) -> Draw:
         """Draw negatives from this shard: its part of ``number``."""
         query, target, context, _ = examples
-        return sampler.draw(query, number, exclude=target, context=context, generator=generator)
+        if target.dim() == 1:
+            return sampler.draw(query, number, exclude=target, context=context, generator=generator)
+        return without(sampler.draw(query, number, context=context, generator=generator), target)
 
     def combine(self, loss: Tensor, positive: Tensor, rows: list[int]) -> Tensor:
         """Combine what `fused.sampled_loss` returned in each shard to the losses of this process's examples."""

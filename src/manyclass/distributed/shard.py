@@ -77,6 +77,8 @@ class RankShard(Shard):
 
     def gather(self, query: Tensor, target: Tensor, context: Tensor | None) -> Examples:
         """Gather the examples of all ranks."""
+        if target.dim() == 2:
+            raise ValueError(f"target must have shape (*batch), got {target.shape[1]} for each example: not if sharded")
         numbers = target.unsqueeze(-1) if context is None else torch.stack([target, context], dim=-1)
         everyone, rows, (numbers,) = self._gather(query, numbers)
         target = numbers[:, 0] - self.first

@@ -11,6 +11,7 @@ from .dense import Dense, Kernel, Softmax
 from .draw import Best, Draw, Part
 from .fourier import FourierTree
 from .head_tail import HeadTail
+from .in_batch import InBatch
 from .lsh import SimHash
 from .multi_index import MultiIndex
 from .ngram import AdaptiveNgram
@@ -29,6 +30,7 @@ __all__ = [
     "Draw",
     "FourierTree",
     "HeadTail",
+    "InBatch",
     "Kernel",
     "KernelTree",
     "LogUniform",
@@ -55,6 +57,7 @@ _NAMED: dict[str, type[Sampler]] = {
     "unigram": Unigram,
     "bigram": Bigram,
     "ngram": AdaptiveNgram,
+    "in_batch": InBatch,
     "quadratic": QuadraticTree,
     "quartic": QuarticKernel,
     "head_tail": HeadTail,

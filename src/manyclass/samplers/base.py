@@ -130,6 +130,9 @@ class Sampler(Described, nn.Module):
         """Mean age of the statistics in updates; 0 if every update brings all of them up to date."""
         return 0.0
 
+    def begin(self, target: Tensor) -> None:  # shape: (targets,)
+        """Take note of the targets of a training step before it draws. Samplers that do not need them ignore it."""
+
     def observe(self, query: Tensor) -> None:  # shape: (batch, in_features)
         """Learn from the queries of a finished training step. Samplers that do not learn from queries ignore it."""
 

@@ -76,6 +76,15 @@ def either_hidden(first: Tensor, second: Tensor) -> Tensor:
     return first | second if first.dtype == torch.bool else torch.cat([first, second], dim=1)
 
 
+def without(draw: Draw, labels: Tensor) -> Draw:
+    """Empty all slots that hold one of an example's ``labels (batch, k)``, padded with −1."""
+    mine = (draw.ids.unsqueeze(-1) == labels.unsqueeze(-2)).any(dim=-1)
+    hidden = draw.hidden
+    for column in labels.unbind(dim=-1):
+        hidden = either_hidden(hidden, same_class(draw.pool, column))
+    return draw._replace(log_count=draw.log_count.masked_fill(mine, math.inf), hidden=hidden)
+
+
 class Part(NamedTuple):
     """A range of classes: what one of several processes holds."""
 
