@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import test_training
 from test_training import settings_of, train
 
 from manyclass import losses, report
@@ -79,3 +80,19 @@ def test_a_run_from_before_there_were_losses_resumes(tmp_path):
     assert training.train(training.prepare("lm", settings))[-1].step == 10
     with pytest.raises(ValueError, match="was begun with loss="):
         training.prepare("lm", settings_of("lm", tmp_path, steps=10, resume=True, loss="sce"))
+
+
+RESUMED = [
+    {"loss": "hierarchical"},
+    {"loss": "adaptive"},
+    {"loss": "sce"},
+    *(
+        {"sampler": name, "num_samples": 5}
+        for name in ("ngram", "head_tail", "two_pass", "lsh", "multi_index", "positive")
+    ),
+]
+
+
+@pytest.mark.parametrize("options", RESUMED, ids=lambda options: options.get("loss") or options["sampler"])
+def test_a_stopped_run_ends_with_the_same_numbers(tmp_path, options):
+    test_training.test_a_stopped_run_goes_on_to_the_same_numbers(tmp_path, "lm", options)

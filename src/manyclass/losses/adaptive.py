@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks, functional
+from ..shard import Shard
 
 
 class AdaptiveSoftmax(nn.Module):
@@ -38,6 +39,8 @@ class AdaptiveSoftmax(nn.Module):
             raise ValueError(f"counts must have shape ({num_classes},), got {tuple(counts.shape)}")
         self.reduction = checks.one_of("reduction", reduction, functional.REDUCTIONS)
         self.ignore_index = checks.integer("ignore_index", ignore_index)
+        #: All classes are in one process.
+        self.shard = Shard(num_classes)
         rank = torch.empty(num_classes, dtype=torch.long)
         rank[counts.argsort(descending=True, stable=True)] = torch.arange(num_classes)
         self.register_buffer("rank", rank)
