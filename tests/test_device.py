@@ -30,7 +30,7 @@ SAMPLERS = {
     "two_pass best": ("two_pass", {"candidates": 100, "counts": COUNTS, "best": True}),
     "lsh": ("lsh", {"tables": 4, "bits": 3, "every": 3}),
     "multi_index": ("multi_index", {"codewords": 5, "every": 3}),
-    "positive": ("positive", {"features": 16, "every": 3}),
+    "positive_features": ("positive_features", {"features": 16, "every": 3}),
     "fourier": ("fourier", {"features": 16}),
     "in_batch": ("in_batch", {"counts": COUNTS, "uniform": 8}),
     "softmax": ("softmax", {}),
@@ -39,7 +39,7 @@ SAMPLERS = {
     "tree": (samplers.KernelTree, {"kernel": kernels.Quadratic(100.0), "leaf_size": 8}),
 }
 #: Synchronisations of a training step with validate=False; blocks include steps that grow the next tree.
-WAITS = dict.fromkeys(SAMPLERS, 2) | {"bigram": 5, "ngram": 5, "tree": 4, "fourier": 4, "positive": 9}
+WAITS = dict.fromkeys(SAMPLERS, 2) | {"bigram": 5, "ngram": 5, "tree": 4, "fourier": 4, "positive_features": 9}
 
 
 @pytest.fixture

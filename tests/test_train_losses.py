@@ -88,7 +88,7 @@ RESUMED = [
     {"loss": "sce"},
     *(
         {"sampler": name, "num_samples": 5}
-        for name in ("ngram", "head_tail", "two_pass", "lsh", "multi_index", "positive")
+        for name in ("ngram", "head_tail", "two_pass", "lsh", "multi_index", "positive_features")
     ),
 ]
 

@@ -32,7 +32,7 @@ METHODS: dict[str, str] = {
     "two_pass": "--sampler two_pass --num-samples 64",
     "lsh": "--sampler lsh --num-samples 64",
     "multi_index": "--sampler multi_index --num-samples 64",
-    "positive": "--sampler positive --num-samples 64",
+    "positive_features": "--sampler positive_features --num-samples 64",
     "fourier": "--sampler fourier --num-samples 64",
     "nce": "--loss nce --sampler unigram --scope batch --num-samples 4096",
     "negative": "--loss negative --sampler unigram --power 0.75 --num-samples 64",

@@ -64,7 +64,7 @@ _NAMED: dict[str, type[Sampler]] = {
     "two_pass": TwoPass,
     "lsh": SimHash,
     "multi_index": MultiIndex,
-    "positive": PositiveFeatures,
+    "positive_features": PositiveFeatures,
     "fourier": FourierTree,
     "softmax": Softmax,
 }

@@ -35,7 +35,7 @@ class HeadTail(Incremental):
 
     q = "the best classes for certain, all others uniformly"
     cost = "O(probe·d·log n) per example"
-    use = "peaked predictions"
+    use = "peaked predictions; [blocks](docs/blocks.md) learn the tail, too"
     sweeps = True
 
     def __init__(

@@ -32,7 +32,7 @@ class SimHash(Snapshot):
 
     q = "classes in the query's hash buckets, mixed with uniform"
     cost = "O(tables·bits·d) per example"
-    use = "predictions that follow angles"
+    use = "a baseline: its estimates vary much"
     uniforms_per_draw = 2
 
     planes: Tensor

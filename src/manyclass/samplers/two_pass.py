@@ -41,7 +41,7 @@ class TwoPass(Incremental):
 
     q = "a static sample for the batch, then ∝ exp(o) within it"
     cost = "O(candidates·d) per example"
-    use = "few classes per candidate"
+    use = "not many more classes than candidates"
 
     def __init__(
         self,
