@@ -20,9 +20,10 @@ class HeadTail(Incremental):
     the weight (n − head)/num_samples each. The index may miss a class of the true head; then the tail covers it, so
     counts are exact for any index. Here the index is the tree of `Blocks`.
 
-    Mussmann and Ermon, Learning and inference via maximum inner product search (ICML 2016). They also draw exactly from
-    the softmax, by lazily made Gumbel noise on head and tail. Such draws have q = p, so the sampled softmax would need
-    the partition function, which is what head and tail estimate.
+    Mussmann, Levy and Ermon, Fast amortized inference and learning in log-linear models with randomly perturbed nearest
+    neighbor search (UAI 2017), after Mussmann and Ermon (ICML 2016). They also draw exactly from the softmax, by lazily
+    made Gumbel noise on head and tail. Such draws have q = p, so the sampled softmax would need the partition function,
+    which is what head and tail estimate.
 
     Args:
         num_classes: n.

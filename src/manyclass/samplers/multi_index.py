@@ -21,7 +21,7 @@ class MultiIndex(Snapshot):
     A cell has the mass |cell|·exp(⟨h₁, c₁⟩ + ⟨h₂, c₂⟩). A draw chooses a cell by its mass, then a class of the cell
     uniformly: the product is q_i exactly. Codebooks are learned by k-means in every rebuild.
 
-    Chen, Lian, Huang, et al., Fast variational autoencoder with inverted multi-index for collaborative filtering
+    Chen, Lian, Jin, et al., Fast variational autoencoder with inverted multi-index for collaborative filtering
     (WWW 2022). The index is that of Babenko and Lempitsky (CVPR 2012).
 
     Args:
