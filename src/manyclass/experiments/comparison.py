@@ -25,6 +25,7 @@ METHODS: dict[str, str] = {
     "uniform pool": "--sampler uniform --scope batch --num-samples 4096",
     "unigram": "--sampler unigram --num-samples 64",
     "unigram pool": "--sampler unigram --scope batch --num-samples 4096",
+    "in_batch": "--sampler in_batch",
     "bigram": "--sampler bigram --num-samples 64",
     "ngram": "--sampler ngram --num-samples 64",
     "quadratic": "--sampler quadratic --prediction absolute --num-samples 64",
