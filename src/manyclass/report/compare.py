@@ -79,9 +79,9 @@ def write(runs: Sequence[Run], file: Path) -> None:
         page.element("h2", "Curves"),
         _curves(runs),
     ]
-    metrics = _keys(run.evaluation or {} for run in runs)
+    metrics = _keys(run.measures for run in runs)
     if metrics:
-        evaluated = [(name, run) for name, run in zip(names, runs, strict=True) if run.evaluation is not None]
+        evaluated = [(name, run) for name, run in zip(names, runs, strict=True) if run.measures]
         rows = [[name, *(_metric(run, metric) for metric in metrics)] for name, run in evaluated]
         parts += [page.element("h2", "Evaluation"), page.table(["run", *metrics], rows)]
     parts.append(page.element("h2", "Settings"))
@@ -171,7 +171,7 @@ def _lowest(runs: Sequence[Run]) -> str:
 def _summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the main table; columns that no run fills are left out."""
     full = next((run.steps_per_second for run in runs if run.sampler == "full"), math.nan)
-    metrics = _keys(run.evaluation or {} for run in runs if run.task != "lm")
+    metrics = _keys(run.measures for run in runs if run.task != "lm")
     columns: dict[str, Callable[[Run], str]] = {
         "sampler": lambda run: run.sampler,
         "negatives": _negatives,
@@ -224,7 +224,7 @@ def _shown(value: Any) -> str:
 
 
 def _metric(run: Run, name: str) -> str:
-    value = (run.evaluation or {}).get(name)
+    value = run.measures.get(name)
     return f"{value:.4g}" if isinstance(value, float) else _shown(value)
 
 

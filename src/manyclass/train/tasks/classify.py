@@ -65,6 +65,8 @@ class Classify(Task[ClassifySettings]):
         else:
             self.held = _Part(folder, "heldout", *sizes)
             self.rows, self.held_rows = self.train.rows, self.held.rows
+        self.test_part = _Part(folder, "test", *sizes) if settings.test is not None else None
+        self.test_examples = 0 if self.test_part is None else len(self.test_part.rows)
         if not len(self.rows) or not len(self.held_rows):
             raise ValueError(f"{len(self.train.rows)} documents with labels are too few to train and to evaluate on")
         self.train_examples, self.heldout_examples = len(self.rows), len(self.held_rows)
@@ -76,8 +78,9 @@ class Classify(Task[ClassifySettings]):
         options = {"advance": advance, "encoding": settings.encoding}
         train = read_labelled(settings.data, folder, "train", min_count=settings.min_count, **options)
         vocabulary, num_features, facts = train.vocabulary, train.num_features, train.facts
-        if settings.heldout is not None:
-            facts += read_labelled(settings.heldout, folder, "heldout", vocabulary, num_features, **options).facts
+        for name, file in (("heldout", settings.heldout), ("test", settings.test)):
+            if file is not None:
+                facts += read_labelled(file, folder, name, vocabulary, num_features, **options).facts
         write_facts(folder, facts, num_features=num_features)
         return vocabulary
 
@@ -89,11 +92,16 @@ class Classify(Task[ClassifySettings]):
         """Some documents."""
         return self.train.batch(self.rows[self._epoch_rows(step, len(self.rows)).numpy()])
 
-    def heldout(self, limit: int | None = None) -> Iterator[Batch]:
-        """Held-out documents."""
-        chosen = every(self.held_rows, limit)
+    def heldout(self, limit: int | None = None, test: bool = False, seen: bool = False) -> Iterator[Batch]:
+        """Held-out or test documents."""
+        if seen:
+            self.recommends()
+        part, rows = self.held, self.held_rows
+        if test and self.test_part is not None:
+            part, rows = self.test_part, self.test_part.rows
+        chosen = every(rows, limit)
         for start in range(0, len(chosen), EVALUATED):
-            yield self.held.batch(chosen[start : start + EVALUATED])
+            yield part.batch(chosen[start : start + EVALUATED])
 
     def encode(self, line: str) -> Batch:
         """A document: ``feature:value feature:value …``."""
