@@ -18,6 +18,7 @@ TASKS = {"lm": "Language model", "next-item": "Next item", "classify": "Classifi
 TITLE = "Held-out loss in nats, always that of the full softmax"
 STEPS, SECONDS = "training steps", "training time (seconds)"
 LOSS = "held-out loss under the full softmax (nats)"
+TRAINING_LOSS = "training loss, sampled unless the run is full (nats)"
 NONE = "–"
 DIVERGED = "diverged"
 
@@ -103,6 +104,11 @@ def _curves(runs: Sequence[Run]) -> str:
         page.chart(STEPS, LOSS, names, list(zip(steps, losses, strict=True)), loss_limits),
         page.chart(SECONDS, LOSS, names, list(zip(seconds, losses, strict=True)), loss_limits),
     ]
+    training = [run.column("train_loss") for run in runs]
+    seen = [loss for column in training for loss in column if math.isfinite(loss)]
+    if seen:
+        curves = list(zip(steps, training, strict=True))
+        charts.append(page.chart(STEPS, TRAINING_LOSS, names, curves, page.limits(seen, 1.2 * max(seen[:1]))))
     biases = [run.column("bias") for run in runs]
     known = [bias for column in biases for bias in column if math.isfinite(bias)]
     if known:
@@ -178,8 +184,10 @@ def _summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
         "loss": lambda run: f"{run.loss:.3f}" if math.isfinite(run.loss) else DIVERGED,
         "perplexity": lambda run: _number(_perplexity(run.loss)) if run.task == "lm" else NONE,
     }
-    # The page has all measures; here there is room for three, at the largest cut-off.
-    largest = max((int(name.partition("@")[2]) for name in metrics if name.startswith("recall@")), default=0)
+    # The page has all measures; here there is room for three, at the largest cut-off that all evaluated runs have.
+    cutoffs = [{name.partition("@")[2] for name in run.measures if name.startswith("recall@")} for run in runs]
+    common = set.intersection(*filter(None, cutoffs)) if any(cutoffs) else set()
+    largest = max(map(int, common), default=0)
     for metric in metrics:
         if metric in (f"recall@{largest}", f"mrr@{largest}", f"ndcg@{largest}"):
             columns[metric] = lambda run, metric=metric: _metric(run, metric)
