@@ -358,13 +358,23 @@ class NextItemSettings(Settings):
 
 @dataclass(kw_only=True)
 class ClassifySettings(Settings):
-    """Train a classifier: predict the labels of documents that have sparse features.
+    """Train a classifier: predict the labels of texts, or of documents that have sparse features.
 
-    Needs only a text in the format of extreme classification, `label,label feature:value feature:value …` per line:
+    Needs only a file: fastText's `__label__x some words` per line, a table with the columns text and label (.csv, .tsv,
+    .jsonl), or the format of extreme classification, `label,label feature:value feature:value …` per line:
     manyclass train classify --data train.txt
     """
 
-    data: Annotated[Path, _option(DATA, "The documents.", show_default=False)]
+    data: Annotated[Path, _option(DATA, "The documents; - is the standard input.", show_default=False)]
+    text_column: Annotated[str, _option(DATA, "Tables: column of the text.")] = "text"
+    label_column: Annotated[str, _option(DATA, "Tables: column of the label; a list in .jsonl is several.")] = "label"
+    label_sep: Annotated[str | None, _option(DATA, "Tables: between the labels of a cell; default: it has one.")] = None
+    ngrams: Annotated[
+        int, _option(DATA, "Texts: words in a row that are one feature, up to this many.", min=1, max=10)
+    ] = 1
+    buckets: Annotated[
+        int, _option(DATA, "Texts: features that words and n-grams are hashed to.", min=2, max=2**30)
+    ] = 2**18
     heldout: Heldout = None
     test: Test = None
     min_count: MinCount = 1

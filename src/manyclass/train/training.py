@@ -69,7 +69,7 @@ def _prepare(name: str, settings: Settings, advance: Advance, part: tuple[int, i
             if config["task"] != name:
                 raise ValueError(f"{settings.out} is a run of {config['task']}, not of {name}")
             before = type(settings).from_json(config["settings"], run.folder / "config.json").to_json()
-            for option in set(settings.differences(before)) - set(LENGTH):
+            for option in [name for name in settings.differences(before) if name not in LENGTH]:
                 new, old = settings.to_json()[option], before[option]
                 raise ValueError(
                     f"{settings.out} was begun with {option}={old}, so it cannot go on with {option}={new}"
