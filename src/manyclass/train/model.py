@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .. import losses, samplers
 from ..full import FullSoftmax
 from ..sampled import SampledSoftmax
+from ..shard import Shard
 from .records import quoted
 from .settings import FULL, SOFTMAX, Settings
 from .tasks import Batch, Task
@@ -100,6 +101,11 @@ class Model(nn.Module):
         cosine[self.task.ids[name]] = -math.inf
         values, ids = cosine.topk(min(k, len(cosine) - 1))
         return [Prediction(self._name(i), value) for i, value in zip(ids.tolist(), values.tolist(), strict=True)]
+
+    @property
+    def shard(self) -> Shard:
+        """The classes that this process holds: all of them for layers that cannot be sharded."""
+        return getattr(self.head, "shard", None) or Shard(self.task.num_classes)
 
     def _name(self, index: int) -> str:
         return self.task.vocabulary.names[index]

@@ -51,7 +51,7 @@ class State:
 
 def write(run: Run, model: Model, optimizer: Any, state: State, processes: Processes) -> None:
     """Write a checkpoint; called by all ranks."""
-    shard = model.head.shard
+    shard = model.shard
     weights = {name: _by_class(name, value, shard) for name, value in model.weights().items()}
     if not processes.first:
         weights = {name: value for name, value in weights.items() if isinstance(value, Rows)}
@@ -76,7 +76,7 @@ def restore(folder: Path, model: Model, optimizer: Any, state: State, processes:
 
     What belongs to one rank (random numbers, the sampler's statistics) is restored only if as many ranks wrote it.
     """
-    reader, shard = Reader(folder), model.head.shard
+    reader, shard = Reader(folder), model.shard
     rows = shard.first, shard.last
     _check_classes(reader, model)
     same = reader.world == processes.world
@@ -119,8 +119,8 @@ def _best(content: dict[str, Any]) -> tuple[int, float] | None:
 
 
 def _check_classes(reader: Reader, model: Model) -> None:
-    if reader.num_classes != model.head.num_classes:
-        raise ValueError(f"{reader.folder}: has {reader.num_classes} classes, the run {model.head.num_classes}")
+    if reader.num_classes != model.task.num_classes:
+        raise ValueError(f"{reader.folder}: has {reader.num_classes} classes, the run {model.task.num_classes}")
 
 
 def _by_class(name: str, value: Any, shard: Any) -> Any:
