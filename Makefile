@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint readme bench asan fuzz clean
+.PHONY: demo test lint readme bench asan fuzz soak clean
 
 demo: .venv/ready
 	$(BIN)/manyclass demo
@@ -53,6 +53,11 @@ asan: build/asan/_native.so
 fuzz: build/asan/_native.so
 	$(SANITIZED) tests/fuzz.py --calls $(CALLS) --seed $(SEED)
 
+# Runs that are killed at random moments and resumed, for an hour.
+soak: .venv/ready
+	$(BIN)/python tests/soak.py --seconds $(SECONDS) --seed $(SEED)
+
+SECONDS ?= 3600
 CALLS ?= 20000
 SEED ?= 0
 

@@ -118,6 +118,23 @@ def test_a_classifier_from_labelled_documents(tmp_path):
     assert printed.splitlines()[1].split()[1] == "4"
 
 
+def test_a_classifier_from_texts(tmp_path):
+    words = {"fruit": "apple pear plum", "tool": "hammer saw nail", "sea": "wave salt fish"}
+    lines = [f"__label__{label} some {text}" for label, text in words.items() for _ in range(30)]
+    (tmp_path / "train.txt").write_text("\n".join(lines) + "\n")
+    cells = [f'"some {text}",{label}' for label, text in words.items()]
+    (tmp_path / "test.csv").write_text("text,label\n" + "\n".join(cells) + "\n")
+    options = ("--test", "test.csv", "--ngrams", 2, "--buckets", 500, "--features", 16, "--threads", 1, "--epochs", 20)
+    printed = manyclass("train", "classify", "--data", "train.txt", *options, cwd=tmp_path)
+    assert "train.txt: 90 documents, 3 labels, words hashed to 500 features" in printed
+    manyclass("evaluate", "run", "--k", 1, cwd=tmp_path)
+    measured = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert (measured["on"], measured["examples"], measured["precision@1"]) == ("test", 3, 1.0)
+    lines = manyclass("predict", "run", "--k", 1, cwd=tmp_path, stdin="a hammer and a saw\n\nsalt\n").splitlines()
+    assert [line.split()[-1] for line in lines if line.startswith("    0.")] == ["tool", "sea"]
+    assert "  error: no words to go on from" in lines
+
+
 def test_tables_from_the_standard_input(tmp_path):
     rows = "".join(f"{user};{(user + step) % 7};{step}\n" for user in range(30) for step in range(5))
     options = ("--sep", ";", "--no-header", "--features", 8, "--steps", 2, "--threads", 1, "--encoding", "latin1")

@@ -2,6 +2,8 @@
 
 import json
 import lzma
+from itertools import pairwise
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from manyclass.train.data import (
     synth,
     synthesise,
 )
+from manyclass.train.data.texts import Texts
 
 # ---------------------------------------------------------------- labelled documents
 
@@ -206,3 +209,82 @@ def test_synthesise_errors(tmp_path, options, message):
     with raises(message):
         synthesise(tmp_path / arguments.pop("file"), **arguments)
     assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------- texts
+
+TEXTS = [(["sport", "news"], "the ball is round"), (["cooking"], "boil the egg"), (["sport"], "the ball again")]
+
+
+def write_texts(folder, suffix):
+    """The same texts in every format."""
+    path = folder / f"texts{suffix}"
+    if suffix == ".txt":
+        lines = [" ".join([*(f"__label__{label}" for label in labels), text]) for labels, text in TEXTS]
+    elif suffix == ".jsonl":
+        lines = [json.dumps({"id": 1, "label": labels, "text": text}) for labels, text in TEXTS]
+    else:
+        separator = {".csv": ",", ".tsv": "\t"}[suffix]
+        lines = [separator.join(("text", "label"))]
+        lines += [separator.join((f'"{text}"', "|".join(labels))) for labels, text in TEXTS]
+    return write(path, "\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".csv", ".tsv", ".jsonl"])
+def test_texts(tmp_path, suffix):
+    texts = Texts(ngrams=2, buckets=1000, separator="|")
+    path = write_texts(tmp_path, suffix)
+    data = labelled(path, texts=texts)
+    assert data.hashed
+    assert data.num_features == 1000
+    assert data.vocabulary.names == ["sport", "news", "cooking"]
+    assert data.vocabulary.counts.tolist() == [2, 1, 1]
+    assert rows(data.labels) == [[0, 1], [2], [0]]
+    for row, (_, text) in zip(rows(data.features), TEXTS, strict=True):
+        words = text.split()
+        spans = [*words, *(" ".join(pair) for pair in pairwise(words))]
+        assert sorted(row) == sorted({crc32(span.encode()) % 1000 for span in spans})
+    assert data.facts[0] == f"{path}: 3 documents, 3 labels, words hashed to 1,000 features"
+    assert data.facts[1].startswith("  labels 'sport', 'news': ")
+    assert "the ball is round" in data.facts[1]
+    held_out = labelled(path, data.vocabulary, 1000, texts=texts)
+    assert rows(held_out.features) == rows(data.features)
+
+
+def test_words_of_a_text_are_counted():
+    ids, values = Texts(buckets=10**6).features("__label__x b a b __label__y")
+    assert dict(zip(ids, values.tolist(), strict=True)) == {crc32(b"a") % 10**6: 1.0, crc32(b"b") % 10**6: 2.0}
+    assert Texts(ngrams=3).features("")[0] == []
+    assert len(Texts(ngrams=3, buckets=2**30).features("a b c d")[0]) == 4 + 3 + 2
+
+
+def test_texts_without_labels_are_left_out(tmp_path):
+    path = write(tmp_path / "a.txt", "__label__a one\nno label here\n\n__label__b\n__label__a __label__a two\n")
+    data = labelled(path)
+    assert rows(data.labels) == [[0], [1], [0]]
+    assert data.facts[0].endswith("dropped 1 documents without a label that is a class")
+    assert data.facts[2] == "  labels none: 'no label here'"
+    path = write(tmp_path / "a.csv", 'label,text\n"a ""b""","two\nlines"\nc,\n,none\n')
+    data = labelled(path)
+    assert data.vocabulary.names == ['a "b"', "c"]
+    assert [len(row) for row in rows(data.features)] == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "body,label\nx,y\n", ", line 2: no column 'text'; there are 'body', 'label'"),
+        ("a.csv", "text,label\nx,y\nx\n", ", line 3: 1 fields, but the header has 2"),
+        ("a.csv", "text,label\nx,\n", ": no document has a label"),
+        ("a.csv", "text,label\n", ": no documents in the file"),
+        ("a.csv", "text,label\nx,y\n", ": only one label, 'y'; at least 2 are needed"),
+        ("a.csv", 'text,label\n"x,y\n', ", line 2: unexpected end of data"),
+        ("a.jsonl", '{"text": 1, "label": "a"}\n', ", line 1: text must be a text, got 1"),
+        ("a.jsonl", "[1]\n", ", line 1: not a JSON object"),
+        ("a.txt", "__label__a x\n__label__a y\n", ": only one label, 'a'; at least 2 are needed"),
+    ],
+)
+def test_text_errors(tmp_path, name, content, message):
+    path = write(tmp_path / name, content)
+    with raises(f"{path}{message}"):
+        labelled(path)

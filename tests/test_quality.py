@@ -238,9 +238,9 @@ def test_what_is_trained():
     files = {"--interactions": Path("train.txt"), "--heldout": Path("test.txt")}
     options = " ".join(quality._training(Trial("diginetica", "uniform", "adam", 1), files, Path("folder")))
     assert options == (
-        "train next-item --interactions train.txt --heldout test.txt --model feed-forward --batch 512 --evaluations 4 "
-        "--epochs 3 --sampler uniform --scope batch --num-samples 4096 --optimizer adam --lr 0.002 --seed 1 "
-        "--threads 1 --out folder --resume"
+        "train next-item --interactions train.txt --heldout test.txt --model feed-forward --batch 512 "
+        "--evaluations 4 --split last --epochs 3 --sampler uniform --scope batch --num-samples 4096 --optimizer adam "
+        "--lr 0.002 --seed 1 --threads 1 --out folder --resume"
     )
     assert "--user-first --dropout 0.5 --sampler blocks --optimizer adagrad --lr 0.01" in " ".join(
         quality._training(Trial("beauty", "blocks", "adagrad", 0), files, Path("folder"))

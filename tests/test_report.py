@@ -181,6 +181,21 @@ def test_metrics_stand_for_perplexity_beyond_language(tmp_path):
     assert cells(text, "without")[4] == "–"
 
 
+def test_measures_are_of_the_checkpoint_and_cut_off_of_the_table(tmp_path):
+    """The loss is that of the checkpoint that the run keeps; measures of another one are not shown beside it."""
+    found = {"examples": 9, "loss": 4.0, "recall@5": 0.25, "recall@10": 0.5}
+    losses, config = (9, 4, 6), {"task": "next-item", "test_examples": 9}
+    best = make_run(tmp_path / "best", losses=losses, evaluation={"step": 100, **found}, **config)
+    stale = make_run(tmp_path / "stale", losses=losses, evaluation={"step": 200, **found}, **config)
+    last = make_run(tmp_path / "last", losses=losses, task="next-item", evaluation={"step": 200, "recall@5": 0.75})
+    text = printed([best, stale, last])
+    assert "recall@5" in text
+    assert "recall@10" not in text
+    assert cells(text, "best")[3:5] == ["4.000", "0.25"]
+    assert cells(text, "stale")[3:5] == ["4.000", "–"]
+    assert cells(text, "last")[3:5] == ["6.000", "0.75"]
+
+
 def test_runs_that_do_not_compare(tmp_path):
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", num_classes=50)]
     message = "The runs have different numbers of classes: their losses do not compare."

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from manyclass import functional
-from manyclass.train import checkpoint, evaluation, settings, training
+from manyclass.train import baselines, checkpoint, evaluation, settings, training
 from manyclass.train.checkpoint import Header
 from manyclass.train.data.ragged import Ragged
 from manyclass.train.models import LSTM, FeedForward, Transformer
@@ -120,7 +120,7 @@ def test_a_stopped_run_goes_on_to_the_same_numbers(tmp_path, name, options):
     for at in (7, 9, 1000):  # after steps 7, 16 and the end: none of them an evaluation
         torch.manual_seed(999)  # whatever the process did before does not matter
         rows = training.train(training.prepare(name, settings), StopAt(at))
-        stops += [int(path.name.split("-")[1]) for path in (parts / "run").glob("checkpoint-*")]
+        stops += [int(path.name.split("-")[1]) for path in Run(parts / "run").checkpoints()[-1:]]
     assert stops == [7, 16, 30]
     assert len(rows) == len(expected)
     for row, other in zip(rows, expected, strict=True):
@@ -290,7 +290,7 @@ def test_text_is_walked_along(tmp_path):
 
 @pytest.mark.parametrize("model", ["transformer", "feed-forward"])
 def test_every_interaction_is_a_target_once_an_epoch(tmp_path, model):
-    settings = settings_of("next-item", tmp_path, model=model, history=4)
+    settings = settings_of("next-item", tmp_path, model=model, history=4, split="last")
     task = training.prepare("next-item", settings)
     lines = [line.split() for line in (tmp_path / "items.txt").read_text().splitlines()]
     names = task.vocabulary.names
@@ -302,7 +302,7 @@ def test_every_interaction_is_a_target_once_an_epoch(tmp_path, model):
 
     def examples(batches):
         found = []
-        for (items, _), target, _ in batches:
+        for (items, _), target, *_ in batches:
             for row, right in zip(items.tolist(), target.squeeze(-1).tolist(), strict=True):
                 for place, one in enumerate(right, 1 + len(row) - len(right)):
                     if one != IGNORE:
@@ -326,7 +326,7 @@ def test_every_interaction_is_a_target_once_an_epoch(tmp_path, model):
 
 
 def test_windows_of_long_histories():
-    part = _Part(Ragged.from_rows([list(range(10)), [50], [60, 61]]), np.zeros((3, 0)), without_last=False)
+    part = _Part(Ragged.from_rows([list(range(10)), [50], [60, 61]]), np.zeros((3, 0)))
     batch = part.batch(part.windows(4)[:], 4, 4)
     assert batch.inputs[0].tolist() == [[-1, -1, -1, 0], [1, 2, 3, 4], [5, 6, 7, 8], [-1, -1, -1, 60]]
     assert batch.target.squeeze(-1).tolist() == [
@@ -335,6 +335,192 @@ def test_windows_of_long_histories():
         [6, 7, 8, 9],
         [IGNORE, IGNORE, IGNORE, 61],
     ]
+
+
+def test_the_parts_of_a_split(tmp_path):
+    """What is held out and tested comes last, nothing is in two parts, and histories hold all that came before."""
+    rows = ["abcde", "bcd", "cd", "e", "aceb"]
+    file = tmp_path / "items.csv"
+    times = iter(range(100))
+    lines = [f"{user},{item},{next(times)}" for user, row in enumerate(rows) for item in row]
+    file.write_text("user,item,timestamp\n" + "\n".join(lines) + "\n")
+
+    def names_of(task, batches):
+        names = task.vocabulary.names
+        for batch in batches:
+            for seen, target in zip(batch.seen.tolist(), batch.target[:, -1, 0].tolist(), strict=True):
+                yield "".join(names[item] for item in seen if item != IGNORE), names[target]
+
+    def parts(**options):
+        out = tmp_path / str(len(list(tmp_path.iterdir())))
+        settings = NextItemSettings(interactions=file, history=2, features=8, out=out, **options)
+        task = training.prepare("next-item", settings)
+        found = [sorted(names_of(task, task.heldout(seen=True, test=test))) for test in (False, True)]
+        train = "".join(sorted(task.vocabulary.names[target] for target in task.pairs()[0]))
+        assert (task.heldout_examples, task.test_examples) == tuple(map(len, found))
+        return train, *found
+
+    last, before = [("abcd", "e"), ("ace", "b"), ("bc", "d")], [("abc", "d"), ("ac", "e"), ("b", "c")]
+    assert parts() == ("bccd", before, last)
+    assert parts(split="last") == ("bcccdde", last, [])
+    # Of 15 rows, those from the times 12 and 13 on come after eight and nine tenths.
+    assert parts(split="time") == ("bccddde", [("a", "c")], [("ac", "e"), ("ace", "b")])
+    assert parts(heldout=file, test=file)[0] == "bbcccdddee"
+    _, held, tested = parts(test=file)  # then the last item is held out
+    assert held == last
+    assert len(tested) == 10
+    file.write_text("user,item\n" + "\n".join(line.rpartition(",")[0] for line in lines) + "\n")
+    with pytest.raises(ValueError, match="--split time needs a column of the time"):
+        parts(split="time")
+
+
+class Record(training.Observer):
+    """Remember the checkpoints that there are after each step."""
+
+    def __init__(self, folder):
+        self.run, self.found = Run(folder), {}
+
+    def step(self, step, steps, last):
+        self.found[step] = [int(path.name.split("-")[1]) for path in self.run.checkpoints()]
+
+
+@pytest.mark.parametrize("select", ["loss", "recall@10", "ndcg@10"])
+def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch, select):
+    measured = training._measured
+
+    def worse_again(*arguments):
+        row = measured(*arguments)
+        if row.step <= 20:
+            return row
+        return row._replace(heldout_loss=9.0, recall_10=0.0, ndcg_10=0.0)
+
+    monkeypatch.setattr(training, "_measured", worse_again)
+    settings = settings_of("next-item", tmp_path, steps=40, evaluations=20, select=select)
+    task, watcher = training.prepare("next-item", settings), Record(tmp_path / "run")
+    rows = training.train(task, watcher)
+    values = {row.step: row.measure(select) for row in rows[1:]}
+    wanted = (min if select == "loss" else max)(values, key=values.get)
+    assert wanted < 40
+    assert watcher.found[40] == [wanted, 40]
+    for step, found in watcher.found.items():
+        assert len(found) <= 2
+        assert max(found, default=step) >= step - 2
+    model, task, step = training.load(Run(tmp_path / "run"))
+    assert step == wanted
+    found = training.evaluate(model, task, k=(10,))
+    assert found[select] == pytest.approx(values[wanted], abs=1e-6)
+    assert training.selected(task, rows) == (select, rows[wanted // 2])
+    settings.resume = True
+    assert repr(training.train(training.prepare("next-item", settings))) == repr(rows)  # nothing is left to do
+
+
+def test_patience_ends_a_run_for_good(tmp_path):
+    options = {"steps": 60, "evaluations": 30, "lr": 3.0, "schedule": "constant", "select": "loss", "patience": 3}
+    settings = settings_of("next-item", tmp_path, **options)
+    rows = training.train(training.prepare("next-item", settings))
+    best = min(rows[1:], key=lambda row: row.heldout_loss)
+    assert rows[-1].step == best.step + 6 < 60
+    settings.resume = True
+    assert training.train(training.prepare("next-item", settings)) == rows
+    with pytest.raises(ValueError, match="--patience needs the measure"):
+        settings_of("next-item", tmp_path, patience=3)
+    with pytest.raises(ValueError, match=r"--select ndcg@10: language models are selected by their loss"):
+        train("lm", tmp_path, steps=2, select="ndcg@10", out=tmp_path / "lm")
+
+
+def test_a_finished_run_can_be_extended(tmp_path):
+    rows, _ = train("lm", tmp_path, steps=6, schedule="constant")
+    longer, _ = train("lm", tmp_path, steps=12, schedule="constant", resume=True)
+    assert [row.step for row in longer] == [0, 2, 4, 6, 8, 12]
+    assert longer[:4] == rows
+    other = tmp_path / "other"
+    other.mkdir()
+    whole, _ = train("lm", other, steps=12, schedule="constant")
+    assert longer[-1].train_loss == whole[-1].train_loss  # the constant rate does not depend on the length
+    assert Run(tmp_path / "run").config()["settings"]["steps"] == 12
+    with pytest.raises(ValueError, match="has done 12 steps already, so it cannot end after 5"):
+        train("lm", tmp_path, steps=5, schedule="constant", resume=True)
+
+
+def test_a_run_can_begin_with_the_weights_of_another(tmp_path):
+    before, task = train("next-item", tmp_path, steps=60)
+    more = tmp_path / "more"
+    more.mkdir()
+    settings = settings_of("next-item", more, steps=4, init=tmp_path / "run")
+    (more / "items.txt").write_text((more / "items.txt").read_text() + "new1 3 new2\n4 new1 5 new2 6\n" * 3)
+    again = training.prepare("next-item", settings)
+    assert again.num_classes == task.num_classes + 2
+    assert training.train(again)[0].heldout_loss < 0.8 * before[0].heldout_loss
+    old, new = training.load(Run(tmp_path / "run"))[0], training.Model(again, settings)
+    assert training.initialise(new, again, Run(tmp_path / "run")) == task.num_classes
+    for name, index in task.ids.items():
+        assert torch.equal(new.head.weight[again.ids[name]], old.head.weight[index])
+        assert torch.equal(new.trunk.embedding.weight[again.ids[name]], old.trunk.embedding.weight[index])
+    with pytest.raises(ValueError, match=r"--init .*run: trunk.* has another shape"):
+        train("next-item", tmp_path, steps=2, features=8, init=tmp_path / "run", out=tmp_path / "wrong")
+    with pytest.raises(ValueError, match=r"--init .*run: a run of next-item, not of lm"):
+        train("lm", tmp_path, steps=2, init=tmp_path / "run", out=tmp_path / "wrong2")
+
+
+@pytest.mark.parametrize(("name", "text"), [("lm", "w3 w4 w5 " * 40), ("classify", "3,8 3:1.5 21:2\n4,9 4:1\n")])
+def test_test_files_are_evaluated_apart(tmp_path, name, text):
+    (tmp_path / "test.file").write_text(text)
+    _, task = train(name, tmp_path, steps=3, test=tmp_path / "test.file")
+    assert task.test_examples == {"lm": 118, "classify": 2}[name]
+    tested = [(batch.target != IGNORE).any(-1).sum() for batch in task.heldout(test=True)]
+    assert sum(tested) == task.test_examples
+    model, task, _ = training.load(Run(tmp_path / "run"))
+    assert training.evaluate(model, task, test=True)["loss"] != training.evaluate(model, task)["loss"]
+    with pytest.raises(ValueError, match="--exclude-seen is for recommenders"):
+        training.evaluate(model, task, exclude_seen=True)
+
+
+def test_items_that_a_user_had_are_left_out(tmp_path):
+    train("next-item", tmp_path, steps=60)
+    model, task, _ = training.load(Run(tmp_path / "run"))
+    history = ["3", "4", "5", "6", "nonsense"]
+    every_item = [name for name, _ in model.predict([" ".join(history)], 100)[0]]
+    assert sorted(every_item) == sorted(task.vocabulary.names)
+    left = [name for name in every_item if name not in history]
+    assert [name for name, _ in model.recommend(history, 5)] == left[:5]
+    assert [name for name, _ in model.recommend(history, 100)] == left
+    assert [name for name, _ in model.recommend(history, 3, exclude_seen=False)] == every_item[:3]
+    # Measured manually, for every example.
+    hits = []
+    for batch in task.heldout(test=True, seen=True):
+        scores = model.head.log_prob(model.hidden(batch)[0][:, -1]).detach()
+        for row, seen, target in zip(scores, batch.seen.tolist(), batch.target[:, -1, 0].tolist(), strict=True):
+            row[[item for item in seen if item != IGNORE]] = -math.inf
+            hits.append(target in row.topk(3).indices.tolist() and target not in seen)
+    found = training.evaluate(model, task, k=(3,), test=True, exclude_seen=True)
+    assert found["recall@3"] == pytest.approx(sum(hits) / len(hits))
+    similar = model.similar("3", 100)
+    assert len(similar) == task.num_classes - 1
+    assert 1 >= similar[0].score >= similar[-1].score >= -1
+    with pytest.raises(ValueError, match="unknown class 'nonsense'"):
+        model.similar("nonsense")
+
+
+def test_baselines(tmp_path):
+    """An item is always followed by the next one, so counts of what followed are right, and popularity is not."""
+    task = training.prepare("next-item", settings_of("next-item", tmp_path))
+    found = baselines.evaluate_baselines(task, None, (1, 5), test=True)
+    assert found["item-to-item"]["recall@1"] > 0.9
+    counts = torch.bincount(task.pairs()[0], minlength=task.num_classes)
+    best = set(counts.argsort(descending=True, stable=True)[:5].tolist())
+    targets = torch.cat([batch.target[:, -1, 0] for batch in task.heldout(test=True)]).tolist()
+    assert found["popularity"]["recall@5"] == pytest.approx(sum(target in best for target in targets) / len(targets))
+    ranker = baselines.ItemToItem(task, baselines.popularity(task))
+    everything = ranker(task.encode("3 4"), task.num_classes)[0].tolist()
+    assert sorted(everything) == list(range(task.num_classes))
+    assert everything[:2] == [task.ids["5"], task.ids["6"]]
+    masked = baselines.evaluate_baselines(task, None, (5,), test=True, exclude_seen=True)
+    assert masked["item-to-item"]["recall@5"] >= found["item-to-item"]["recall@5"]
+    for name in ("lm", "classify"):
+        folder = tmp_path / name
+        folder.mkdir()
+        other = training.prepare(name, settings_of(name, folder))
+        assert 0 < baselines.evaluate_baselines(other, None, (5,))["popularity"]["recall@5"] < 1
 
 
 def test_documents_and_their_labels(tmp_path):
@@ -363,7 +549,7 @@ def test_user_features_reach_the_model(tmp_path):
         for time, item in enumerate((user % 5, 7 + user % 2, 9))
     ]
     file.write_text("user,item,timestamp,region\n" + "\n".join(rows) + "\n")
-    options = {"interactions": file, "user_feature": ["region"], "features": 16, "out": tmp_path / "run"}
+    options = {"interactions": file, "user_feature": ["region"], "features": 16, "split": "last"}
     for model in ("transformer", "feed-forward"):
         settings = NextItemSettings(model=model, **{**options, "out": tmp_path / model})
         task = training.prepare("next-item", settings)
@@ -373,7 +559,9 @@ def test_user_features_reach_the_model(tmp_path):
         assert not torch.allclose(north, south)
         assert torch.equal(north, found.hidden(task.encode("region=north 3"))[0][0, -1])
     with pytest.raises(ValueError, match="unknown item 'nonsense'"):
-        task.encode("3 nonsense")
+        task.encode("nonsense region=north")
+    assert torch.equal(task.encode("nonsense 3").inputs[0], task.encode("3").inputs[0])
+    assert task.unknown("region=north 3 nonsense") == ["nonsense"]
     with pytest.raises(ValueError, match="no items to go on from"):
         task.encode("region=north")
     assert task.encode("3 region=nowhere").inputs[1].tolist() == [[0]]

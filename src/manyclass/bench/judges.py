@@ -87,6 +87,7 @@ def sessions(epochs: float, seed: int, progress: Progress) -> Judge:
         synthesise(file, items=ITEMS, users=USERS, length=LENGTH, factors=FACTORS, seed=seed)
         settings = NextItemSettings(
             interactions=file,
+            split="last",
             model="feed-forward",
             sampler="full",
             dropout=0.0,

@@ -26,7 +26,16 @@ def main(
         raise typer.Exit
 
 
-for _command in (runs.evaluate, runs.predict, runs.export, runs.report, compare.compare, trial.synth, trial.demo):
+for _command in (
+    runs.evaluate,
+    runs.predict,
+    runs.similar,
+    runs.export,
+    runs.report,
+    compare.compare,
+    trial.synth,
+    trial.demo,
+):
     app.command()(_command)
 app.add_typer(train.app, name="train")
 app.add_typer(bench.app, name="bench")

@@ -14,46 +14,74 @@ from .options import Threads, start
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, the --out of `manyclass train`.")]
 
 
+ExcludeSeen = Annotated[
+    bool,
+    typer.Option("--exclude-seen", help="Recommenders: leave the items that the user had before out of the ranking."),
+]
+
+
 def evaluate(
     run: RunFolder,
     k: Annotated[list[int] | None, typer.Option(min=1, help="Cut-offs of the ranking measures.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Held-out examples; default: all.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Examples; default: all.")] = None,
+    on: Annotated[
+        Literal["heldout", "test"] | None, typer.Option(help="Which examples; default: test, if the run has test data.")
+    ] = None,
+    exclude_seen: ExcludeSeen = False,
+    baselines: Annotated[
+        bool, typer.Option("--baselines", help="Rank by popularity, and by what followed an item, too.")
+    ] = False,
     probe: Annotated[
         int | None,
         typer.Option(min=1, help="Rank through this many blocks per query, for runs of `blocks`; default: exactly."),
     ] = None,
     threads: Threads = None,
 ) -> None:
-    """Exact loss, recall, precision, MRR and NDCG over all classes, on the held-out data of a run; never sampled.
+    """Exact loss, recall, precision, MRR and NDCG over all classes, on held-out or test data of a run; never sampled.
 
-    With --probe the ranking measures are approximate and faster. The loss stays exact.
+    The best checkpoint is evaluated, if the run selects one, else the last. With --probe the ranking measures are
+    approximate and faster. The loss stays exact.
     """
     from rich.table import Table
 
     from ..train import training
+    from ..train.baselines import evaluate_baselines
     from ..train.run import Run
 
     folder = Run(run)
     folder.config()
     console = start(run, threads)
+    cutoffs = tuple(k or (1, 5, 10))
     with console.status("evaluating"):
         model, task, step = training.load(folder)
-        found = training.evaluate(model, task, limit, tuple(k or (1, 5, 10)), probe)
+        test = task.test_examples > 0 if on is None else on == "test"
+        if test and not task.test_examples:
+            raise ValueError(f"{run} has no test data")
+        options = {"test": test, "exclude_seen": exclude_seen}
+        found = training.evaluate(model, task, limit, cutoffs, probe, **options)
+        others = evaluate_baselines(task, limit, cutoffs, **options) if baselines else {}
     if task.recurrent:
         loss = found.pop("loss")
         found = {"loss": loss, "perplexity": math.exp(min(loss, 700)), **found}
-    examples = min(limit or task.heldout_examples, task.heldout_examples)
-    approximate = {} if probe is None else {"probe": probe}
-    folder.write_json("evaluation.json", {"step": step, "examples": examples, **approximate, **found})
-    what = f"{run}, step {step}: {examples:,} held-out examples, all {task.num_classes:,} classes"
+    available = task.test_examples if test else task.heldout_examples
+    examples = min(limit or available, available)
+    how = {"on": "test" if test else "heldout", "exclude_seen": exclude_seen, **({"probe": probe} if probe else {})}
+    content = {"step": step, "examples": examples, **how, **found, **({"baselines": others} if others else {})}
+    folder.write_json("evaluation.json", content)
+    which = "test" if test else "held-out"
+    what = f"{run}, step {step}: {examples:,} {which} examples, all {task.num_classes:,} classes"
     console.print(what, soft_wrap=True)
+    if task.name == "next-item":
+        left = "left out of" if exclude_seen else "part of"
+        console.print(f"items that a user had before are {left} the ranking", soft_wrap=True)
     if probe is not None:
         console.print(f"ranking through {probe:,} blocks per query: approximate; the loss is exact", soft_wrap=True)
     table = Table()
     table.add_column("measure")
-    table.add_column("value", justify="right")
+    for name in ("model", *others) if others else ("value",):
+        table.add_column(name, justify="right")
     for name, value in found.items():
-        table.add_row(name, f"{value:.4f}")
+        table.add_row(name, f"{value:.4f}", *(f"{one[name]:.4f}" if name in one else "" for one in others.values()))
     console.print(table)
 
 
@@ -64,31 +92,56 @@ def predict(
         typer.Argument(help="Text, items of a history, or feature:value pairs; default: lines of the standard input."),
     ] = None,
     k: Annotated[int, typer.Option(min=1, help="Predictions for each.")] = 5,
+    exclude_seen: ExcludeSeen = False,
     as_json: Annotated[bool, typer.Option("--json", help="One line of json for each, for programs.")] = False,
 ) -> None:
-    """The k most probable classes for texts, histories or documents, over all classes."""
-    import torch
+    """The k most probable classes for texts, histories or documents, over all classes.
 
+    A query that cannot be understood is answered by what is wrong with it, and the others go on.
+    """
     from ..train import training
     from ..train.run import Run
 
     model, task, _ = training.load(Run(run))
-    for number, line in enumerate(queries or sys.stdin, 1):
+    if exclude_seen:
+        task.recommends()
+    failed = answered = 0
+    for line in map(str.strip, queries or sys.stdin):
         try:
-            batch = task.encode(line.strip())
+            (found,) = model.predict([line], k, exclude_seen)
+            unknown = task.unknown(line)
+            answered += 1
+            answer = {"predictions": [{"class": name, "p": p} for name, p in found]}
+            answer |= {"unknown": unknown} if unknown else {}
         except ValueError as error:
-            raise ValueError(f"query {number}: {error}") from error
-        with torch.no_grad():
-            values, ids = model.head.topk(model.hidden(batch)[0][:, -1], min(k, task.num_classes))
-        found = [
-            (task.vocabulary.names[index], math.exp(value))
-            for index, value in zip(ids[0].tolist(), values[0].tolist(), strict=True)
-        ]
+            failed, found, answer, unknown = failed + 1, [], {"error": str(error)}, []
         if as_json:
-            print(json.dumps({"query": line.strip(), "predictions": [{"class": c, "p": p} for c, p in found]}))
-        else:
-            print(line.strip())
-            print("".join(f"  {p:8.4f}  {name}\n" for name, p in found), end="")
+            print(json.dumps({"query": line, **answer}))
+            continue
+        print(line)
+        if "error" in answer:
+            print(f"  error: {answer['error']}")
+        if unknown:
+            print(f"  not known, so left out: {' '.join(unknown)}")
+        print("".join(f"  {p:8.4f}  {name}\n" for name, p in found), end="")
+    if failed and not answered:
+        raise typer.Exit(2)
+
+
+def similar(
+    run: RunFolder,
+    names: Annotated[list[str], typer.Argument(metavar="CLASS...", help="Items, words or labels.")],
+    k: Annotated[int, typer.Option(min=1, help="Classes for each.")] = 5,
+) -> None:
+    """The k classes whose weights have the largest cosine with those of a class."""
+    from ..train import training
+    from ..train.run import Run
+
+    model = training.load(Run(run))[0]
+    for name in names:
+        found = model.similar(name, k)
+        print(name)
+        print("".join(f"  {cosine:8.4f}  {other}\n" for other, cosine in found), end="")
 
 
 def export(

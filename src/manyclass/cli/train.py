@@ -36,7 +36,7 @@ def _train_command(name: str, kind: type[Settings]) -> None:
     """Make ``manyclass train NAME``: every field of its settings is an option."""
 
     def command(**options: Any) -> None:
-        from ..train import processes
+        from ..train import processes, training
         from . import console as show
 
         settings = kind(**options)
@@ -44,9 +44,11 @@ def _train_command(name: str, kind: type[Settings]) -> None:
         joined = processes.join(settings.timeout)
         console = show.start(settings.threads, joined)
         task = show.prepare(name, settings, console, joined)
+        counts = [f"{task.train_examples:,} training", f"{task.heldout_examples:,} held-out"]
+        counts += [f"{task.test_examples:,} test"] if task.test_examples else []
         console.print(
-            f"{task.num_classes:,} classes; {task.train_examples:,} training and {task.heldout_examples:,} held-out "
-            f"examples; {task.steps_per_epoch:,} steps per epoch",
+            f"{task.num_classes:,} classes; {', '.join(counts[:-1])} and {counts[-1]} examples; "
+            f"{task.steps_per_epoch:,} steps per epoch",
             soft_wrap=True,
         )
         with show.progress_bars(console) as progress:
@@ -56,6 +58,12 @@ def _train_command(name: str, kind: type[Settings]) -> None:
         console.print(
             f"evaluated at step {last.step}: held-out loss {last.heldout_loss:.4f} nats{perplexity}", soft_wrap=True
         )
+        best = training.selected(task, rows)
+        if best is not None:
+            measure, row = best
+            console.print(
+                f"kept: step {row.step}, best by held-out {measure}: {row.measure(measure):.4f}", soft_wrap=True
+            )
         if stopped:
             console.print("stopped; give the same command with --resume to go on")
             raise typer.Exit(130)

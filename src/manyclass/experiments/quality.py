@@ -18,7 +18,7 @@ from . import figures, reproduce
 from .reproduce import BLOCKS, FULL, Job
 
 #: Settings of `manyclass train next-item` in every run. Settings not named here have their defaults.
-COMMON: dict[str, Any] = {"model": "feed-forward", "batch": 512, "evaluations": 4}
+COMMON: dict[str, Any] = {"model": "feed-forward", "batch": 512, "evaluations": 4, "split": "last"}
 DATASETS: dict[str, dict[str, Any]] = {
     "diginetica": {"epochs": 3},
     "beauty": {"epochs": 20, "user_first": True, "dropout": 0.5},

@@ -18,6 +18,7 @@ TASKS = {"lm": "Language model", "next-item": "Next item", "classify": "Classifi
 TITLE = "Held-out loss in nats, always that of the full softmax"
 STEPS, SECONDS = "training steps", "training time (seconds)"
 LOSS = "held-out loss under the full softmax (nats)"
+TRAINING_LOSS = "training loss, sampled unless the run is full (nats)"
 NONE = "–"
 DIVERGED = "diverged"
 
@@ -79,9 +80,9 @@ def write(runs: Sequence[Run], file: Path) -> None:
         page.element("h2", "Curves"),
         _curves(runs),
     ]
-    metrics = _keys(run.evaluation or {} for run in runs)
+    metrics = _keys(run.measures for run in runs)
     if metrics:
-        evaluated = [(name, run) for name, run in zip(names, runs, strict=True) if run.evaluation is not None]
+        evaluated = [(name, run) for name, run in zip(names, runs, strict=True) if run.measures]
         rows = [[name, *(_metric(run, metric) for metric in metrics)] for name, run in evaluated]
         parts += [page.element("h2", "Evaluation"), page.table(["run", *metrics], rows)]
     parts.append(page.element("h2", "Settings"))
@@ -103,6 +104,11 @@ def _curves(runs: Sequence[Run]) -> str:
         page.chart(STEPS, LOSS, names, list(zip(steps, losses, strict=True)), loss_limits),
         page.chart(SECONDS, LOSS, names, list(zip(seconds, losses, strict=True)), loss_limits),
     ]
+    training = [run.column("train_loss") for run in runs]
+    seen = [loss for column in training for loss in column if math.isfinite(loss)]
+    if seen:
+        curves = list(zip(steps, training, strict=True))
+        charts.append(page.chart(STEPS, TRAINING_LOSS, names, curves, page.limits(seen, 1.2 * max(seen[:1]))))
     biases = [run.column("bias") for run in runs]
     known = [bias for column in biases for bias in column if math.isfinite(bias)]
     if known:
@@ -171,15 +177,17 @@ def _lowest(runs: Sequence[Run]) -> str:
 def _summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the main table; columns that no run fills are left out."""
     full = next((run.steps_per_second for run in runs if run.sampler == "full"), math.nan)
-    metrics = _keys(run.evaluation or {} for run in runs if run.task != "lm")
+    metrics = _keys(run.measures for run in runs if run.task != "lm")
     columns: dict[str, Callable[[Run], str]] = {
         "sampler": lambda run: run.sampler,
         "negatives": _negatives,
         "loss": lambda run: f"{run.loss:.3f}" if math.isfinite(run.loss) else DIVERGED,
         "perplexity": lambda run: _number(_perplexity(run.loss)) if run.task == "lm" else NONE,
     }
-    # The page has all measures; here there is room for three, at the largest cut-off.
-    largest = max((int(name.partition("@")[2]) for name in metrics if name.startswith("recall@")), default=0)
+    # The page has all measures; here there is room for three, at the largest cut-off that all evaluated runs have.
+    cutoffs = [{name.partition("@")[2] for name in run.measures if name.startswith("recall@")} for run in runs]
+    common = set.intersection(*filter(None, cutoffs)) if any(cutoffs) else set()
+    largest = max(map(int, common), default=0)
     for metric in metrics:
         if metric in (f"recall@{largest}", f"mrr@{largest}", f"ndcg@{largest}"):
             columns[metric] = lambda run, metric=metric: _metric(run, metric)
@@ -224,7 +232,7 @@ def _shown(value: Any) -> str:
 
 
 def _metric(run: Run, name: str) -> str:
-    value = (run.evaluation or {}).get(name)
+    value = run.measures.get(name)
     return f"{value:.4g}" if isinstance(value, float) else _shown(value)
 
 

@@ -45,9 +45,25 @@ class Run:
         return f"{loss}, {sampler}" if loss in losses.names() and losses.draws(loss) else loss
 
     @property
+    def row(self) -> dict[str, float]:
+        """The evaluation of the checkpoint that the run keeps: the best one, if it selects one, or the last."""
+        select = self.config["settings"].get("select") or ("loss" if self.config.get("test_examples") else None)
+        name = "heldout_loss" if select == "loss" else str(select).replace("@", "_")
+        rows = [row for row in self.rows if row["step"] > 0 and math.isfinite(row.get(name, math.nan))]
+        if not rows:
+            return self.rows[-1]
+        return (min if select == "loss" else max)(rows, key=lambda row: row[name])
+
+    @property
     def loss(self) -> float:
-        """Held-out loss at the end, in nats."""
-        return self.rows[-1]["heldout_loss"]
+        """Held-out loss of the checkpoint that the run keeps, in nats."""
+        return self.row["heldout_loss"]
+
+    @property
+    def measures(self) -> dict[str, Any]:
+        """What `manyclass evaluate` found of that checkpoint; empty if it found it of another one."""
+        found = {key: value for key, value in (self.evaluation or {}).items() if not isinstance(value, dict)}
+        return found if found.get("step", self.row["step"]) == self.row["step"] else {}
 
     @property
     def steps_per_second(self) -> float:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..samplers import Blocks
-from .model import Model
+from .model import Model, best
 from .processes import Processes
 from .tasks import Task
 from .tasks.base import IGNORE, own_part
@@ -14,12 +14,27 @@ from .tasks.base import IGNORE, own_part
 
 @torch.no_grad()
 def evaluate(
-    model: Model, task: Task[Any], limit: int | None = None, k: tuple[int, ...] = (), probe: int | None = None
+    model: Model,
+    task: Task[Any],
+    limit: int | None = None,
+    k: tuple[int, ...] = (),
+    probe: int | None = None,
+    *,
+    test: bool = False,
+    exclude_seen: bool = False,
 ) -> dict[str, float]:
     """Exact loss on held-out data, over all classes, and for each ``k`` the ranking measures of `ranking`.
 
-    With ``probe`` the best classes come from that many blocks per query, so the ranking measures are approximate.
     Several processes share the examples out, and all get the result.
+
+    Args:
+        model: what to evaluate.
+        task: the data.
+        limit: about how many examples; None: all.
+        k: cut-offs of the ranking measures.
+        probe: rank through this many blocks per query, so that the ranking measures are approximate.
+        test: evaluate on the test data instead.
+        exclude_seen: leave the items that the user had before out of the ranking, but not out of the loss.
     """
     if probe is not None:
         _check_probe(model, task)
@@ -28,7 +43,7 @@ def evaluate(
     sums: dict[str, float] = {}
     targets = queries = 0
     state = None
-    for batch in task.heldout(limit):
+    for batch in task.heldout(limit, test, exclude_seen):
         hidden, state = model.hidden(batch, state)
         wanted = batch.target != IGNORE
         kept = wanted.any(dim=-1)
@@ -38,7 +53,8 @@ def evaluate(
         # The losses of several processes have the loss of all their examples as their mean.
         found = {"loss": float(loss) * int(wanted.sum()) / processes.world}
         if k:
-            found |= ranking(model.head.topk(query, min(max(k), task.num_classes), probe=probe)[1], target, k)
+            seen = None if batch.seen is None else own_part(batch.seen, task.part)
+            found |= ranking(best(model.head, query, max(k), seen, probe)[1], target, k)
         sums = {name: sums.get(name, 0.0) + value for name, value in found.items()}
     model.train(training)
     sums = dict(zip(sums, processes.sums(list(sums.values())), strict=True))

@@ -1,7 +1,9 @@
 """A trunk and the output layer on it."""
 
 import inspect
-from typing import Any, cast
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -9,9 +11,18 @@ from torch import Tensor, nn
 from .. import losses, samplers
 from ..full import FullSoftmax
 from ..sampled import SampledSoftmax
+from ..shard import Shard
+from .records import quoted
 from .settings import FULL, SOFTMAX, Settings
 from .tasks import Batch, Task
 from .tasks.base import IGNORE
+
+
+class Prediction(NamedTuple):
+    """A class by name, and its probability or, for `Model.similar`, its cosine."""
+
+    name: str
+    score: float
 
 
 class Model(nn.Module):
@@ -24,7 +35,7 @@ class Model(nn.Module):
 
     def __init__(self, task: Task[Any], settings: Settings) -> None:
         super().__init__()
-        self.recurrent = task.recurrent
+        self.task, self.recurrent = task, task.recurrent
         self._parallel: list[nn.Module] = []  # in a list, so that its parameters do not count twice
         self.trunk = task.trunk()
         embedding = None
@@ -53,6 +64,51 @@ class Model(nn.Module):
             tolerance=settings.tolerance,
             **options,
         )
+
+    @torch.no_grad()
+    def predict(self, lines: Iterable[str], k: int = 5, exclude_seen: bool = False) -> list[list[Prediction]]:
+        """Predict the ``k`` most probable classes for each line: a text, a history of items, or a document.
+
+        Args:
+            lines: as `Task.encode` reads them.
+            k: predictions for each, or fewer if there are fewer classes.
+            exclude_seen: for recommenders, leave the items of the history out.
+        """
+        if exclude_seen:
+            self.task.recommends()
+        found = []
+        for line in lines:
+            batch = self.task.encode(line)
+            seen = batch.seen if exclude_seen else None
+            values, ids = best(self.head, self.hidden(batch)[0][:, -1], k, seen)
+            pairs = zip(ids[0].tolist(), values[0].tolist(), strict=True)
+            found.append([Prediction(self._name(index), math.exp(value)) for index, value in pairs if index >= 0])
+        return found
+
+    def recommend(self, history: Sequence[str], k: int = 10, exclude_seen: bool = True) -> list[Prediction]:
+        """Recommend ``k`` items to a user with a history, oldest first. Unknown items are left out of the history."""
+        return self.predict([" ".join(history)], k, exclude_seen)[0]
+
+    @torch.no_grad()
+    def similar(self, name: str, k: int = 10) -> list[Prediction]:
+        """Return the ``k`` classes whose weights have the largest cosine with those of a class, without itself."""
+        if name not in self.task.ids:
+            raise ValueError(f"unknown class {quoted(name)}")
+        if len(getattr(self.head, "weight", ())) != self.task.num_classes:
+            raise ValueError(f"--loss {self.task.settings.loss} has no vector for each class")
+        weight = torch.nn.functional.normalize(self.head.weight, dim=-1)
+        cosine = weight @ weight[self.task.ids[name]]
+        cosine[self.task.ids[name]] = -math.inf
+        values, ids = cosine.topk(min(k, len(cosine) - 1))
+        return [Prediction(self._name(i), value) for i, value in zip(ids.tolist(), values.tolist(), strict=True)]
+
+    @property
+    def shard(self) -> Shard:
+        """The classes that this process holds: all of them for layers that cannot be sharded."""
+        return getattr(self.head, "shard", None) or Shard(self.task.num_classes)
+
+    def _name(self, index: int) -> str:
+        return self.task.vocabulary.names[index]
 
     def hidden(self, batch: Batch, state: Any = None) -> tuple[Tensor, Any]:
         """Hidden states ``(batch, time, features)``, and the state to go on from."""
@@ -109,6 +165,32 @@ def _baseline(settings: Settings, task: Task[Any], features: int, embedding: nn.
         return kind(features, task.num_classes, counts=counts, ignore_index=IGNORE)
     dense = {} if embedding is None else {"sparse": False}
     return kind(features, task.num_classes, embedding=embedding, ignore_index=IGNORE, **dense)
+
+
+def best(
+    head: Any,
+    query: Tensor,  # shape: (queries, in_features)
+    k: int,
+    seen: Tensor | None = None,  # shape: (queries, any), padded with what is no class
+    probe: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return log probabilities and ids ``(queries, k)`` of the best classes without those ``seen``; id −1: no more.
+
+    There are fewer than ``k`` columns if there are fewer classes.
+    """
+    if seen is None:
+        return head.topk(query, min(k, head.num_classes), probe=probe)
+    values, ids = head.topk(query, min(k + seen.shape[1], head.num_classes), probe=probe)
+    order, ids = without(ids, seen)
+    return values.gather(1, order[:, :k]), ids[:, :k]
+
+
+def without(ids: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Move ids that are ``seen``, shape ``(rows, any)``, behind the others as −1; return the new order, and the ids."""
+    hidden = [torch.isin(row, out) for row, out in zip(ids, seen, strict=True)]
+    mask = torch.stack(hidden) if hidden else torch.zeros_like(ids, dtype=torch.bool)
+    order = mask.to(torch.int8).argsort(dim=-1, stable=True)
+    return order, ids.masked_fill(mask, -1).gather(1, order)
 
 
 def _sampler_data(sampler: str, task: Task[Any]) -> dict[str, Tensor]:

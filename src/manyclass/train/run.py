@@ -37,6 +37,18 @@ class Metrics(NamedTuple):
     #: Bias of the sampled loss in nats, measured on some examples of the last batch.
     bias: float | None
     num_samples: int | None
+    #: On held-out data, exact and over all classes; None for language models.
+    recall_10: float | None = None
+    recall_20: float | None = None
+    ndcg_10: float | None = None
+    mrr_10: float | None = None
+
+    def measure(self, name: str) -> float:
+        """Return a measure on held-out data by its usual name: ``loss``, or such as ``ndcg@10``."""
+        value = self.heldout_loss if name == "loss" else getattr(self, name.replace("@", "_"))
+        if value is None:
+            raise ValueError(f"--select {name}: language models are selected by their loss")
+        return value
 
 
 def read_metrics(file: Path) -> list[Metrics]:
@@ -133,16 +145,23 @@ class Run:
             csv.writer(handle).writerows([Metrics._fields, *rows])
 
     @contextmanager
-    def checkpoint(self, step: int) -> Iterator[Path]:
-        """Give a folder to write a checkpoint to. If all goes well it gets its name, and older ones are deleted."""
+    def checkpoint(self, step: int, keep: int | None = None) -> Iterator[Path]:
+        """Give a folder to write a checkpoint to. If all goes well it gets its name, and older ones are deleted.
+
+        The checkpoint of the step ``keep`` stays.
+        """
         name = f"{CHECKPOINT}{step:09d}"
         remove(self.folder / name)  # a folder that is not empty cannot be replaced
         with replacing(self.folder / name) as temporary:
             temporary.mkdir(parents=True)
             yield temporary
         for path in self.checkpoints():
-            if path.name != name:
+            if path.name != name and path != self.checkpoint_of(keep):
                 remove(path)
+
+    def checkpoint_of(self, step: int | None) -> Path:
+        """The folder of a step's checkpoint, whether it is there or not."""
+        return self.folder / f"{CHECKPOINT}{step or 0:09d}"
 
     def checkpoints(self) -> list[Path]:
         """List the folders of checkpoints, the last one last."""

@@ -14,6 +14,10 @@ from .records import first_line, quoted, typed
 PANELS = DATA, MODEL, LAYER, TRAINING, RUN = ("Data", "Model", "Output layer", "Training", "Run")
 #: They do not change what is learned, so a resumed run may have others.
 FREE = ("out", "resume", "threads", "timeout", "checkpoint_every", "tensorboard")
+#: They say how long a run is: a resumed run may be longer than it was to be.
+LENGTH = ("steps", "epochs", "patience")
+#: What runs did before there was such a setting.
+LEGACY = {"split": "last"}
 #: The sampler that is none: the exact loss over all classes.
 FULL = "full"
 #: The loss that is not one of `losses`: the softmax, sampled or full.
@@ -93,7 +97,10 @@ Features = Annotated[int, _option(MODEL, "Size of embeddings and hidden layers."
 Dropout = Annotated[float, _option(MODEL, "Share of hidden values to drop in training.", min=0.0, max=0.95)]
 Layers = Annotated[int, _option(MODEL, "Layers of the LSTM or of the transformer.", min=1, max=100)]
 Tied = Annotated[bool, _option(MODEL, "Use the input embeddings as output weights, too.", "--tied")]
-Heldout = Annotated[Path | None, _option(DATA, "File to evaluate on; default: a part of the data is held out.")]
+Heldout = Annotated[
+    Path | None, _option(DATA, "File to evaluate on in training; default: a part of the data is held out.")
+]
+Test = Annotated[Path | None, _option(DATA, "File for the final figures, which neither trains nor selects.")]
 MinCount = Annotated[int, _option(DATA, "Classes are what occurs at least this often.", min=1)]
 Batch = Annotated[int, _option(TRAINING, "Streams of text, users, or documents in a step.", min=1, max=10_000_000)]
 Epochs = Annotated[float, _option(TRAINING, "Passes over the data.", min=0.0)]
@@ -131,6 +138,18 @@ class Settings:
     steps: Annotated[int | None, _option(TRAINING, "Training steps, instead of --epochs.", min=1, max=999_999_999)] = (
         None
     )
+    select: Annotated[
+        Literal["loss", "recall@10", "recall@20", "ndcg@10", "mrr@10"] | None,
+        _option(
+            TRAINING, "Keep the checkpoint that is best by this held-out measure; default: loss if there are test data."
+        ),
+    ] = None
+    patience: Annotated[
+        int | None, _option(TRAINING, "Stop after this many evaluations without a better one; needs --select.", min=1)
+    ] = None
+    init: Annotated[Path | None, _option(TRAINING, "Begin with the weights of another run, by the classes' names.")] = (
+        None
+    )
     seed: Annotated[int, _option(TRAINING, "Seed of weights, order of the data, and draws.", min=0, max=2**40)] = 0
     evaluations: Annotated[
         int, _option(RUN, "Evaluations at even intervals, with a checkpoint each.", min=1, max=100_000)
@@ -156,6 +175,8 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+        if self.patience is not None and self.select is None:
+            raise ValueError("--patience needs the measure that must become better: --select")
         if self.num_samples is not None and self.tolerance is not None:
             raise ValueError("give --num-samples or --tolerance, not both")
         checks.one_of("--sampler", self.sampler, (FULL, *samplers.names()))
@@ -224,7 +245,7 @@ class Settings:
     def differences(self, other: dict[str, Any]) -> list[str]:
         """Names of the settings that differ from those of another run, of those that change what is learned."""
         taken = {} if self.sampler == FULL else samplers.options(self.sampler)
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        defaults = {field.name: field.default for field in dataclasses.fields(self)} | LEGACY
 
         def effective(settings: dict[str, Any], name: str) -> Any:
             value = settings.get(name, defaults[name])
@@ -253,6 +274,7 @@ class LanguageSettings(Settings):
         _option(DATA, "words and symbols; or what stands between blanks, with <eos> at the end of a line."),
     ] = "words"
     heldout: Heldout = None
+    test: Test = None
     min_count: MinCount = 2
     features: Features = 128
     layers: Layers = 1
@@ -281,6 +303,16 @@ class NextItemSettings(Settings):
         Path, _option(DATA, "The table, or the sequences; - is the standard input.", show_default=False)
     ]
     heldout: Heldout = None
+    test: Test = None
+    split: Annotated[
+        Literal["last-two", "last", "time"],
+        _option(
+            DATA,
+            "Without --heldout and --test: each user's last item is for the test, and the one before is held out; or "
+            "the last is held out, and there is no test; or the last tenth of the time is for the test, and the tenth "
+            "before is held out.",
+        ),
+    ] = "last-two"
     sep: Annotated[
         str | None, _option(DATA, "What separates the fields of a table, such as `;`, `::` or `tab`; default: by name.")
     ] = None
@@ -326,14 +358,25 @@ class NextItemSettings(Settings):
 
 @dataclass(kw_only=True)
 class ClassifySettings(Settings):
-    """Train a classifier: predict the labels of documents that have sparse features.
+    """Train a classifier: predict the labels of texts, or of documents that have sparse features.
 
-    Needs only a text in the format of extreme classification, `label,label feature:value feature:value …` per line:
+    Needs only a file: fastText's `__label__x some words` per line, a table with the columns text and label (.csv, .tsv,
+    .jsonl), or the format of extreme classification, `label,label feature:value feature:value …` per line:
     manyclass train classify --data train.txt
     """
 
-    data: Annotated[Path, _option(DATA, "The documents.", show_default=False)]
+    data: Annotated[Path, _option(DATA, "The documents; - is the standard input.", show_default=False)]
+    text_column: Annotated[str, _option(DATA, "Tables: column of the text.")] = "text"
+    label_column: Annotated[str, _option(DATA, "Tables: column of the label; a list in .jsonl is several.")] = "label"
+    label_sep: Annotated[str | None, _option(DATA, "Tables: between the labels of a cell; default: it has one.")] = None
+    ngrams: Annotated[
+        int, _option(DATA, "Texts: words in a row that are one feature, up to this many.", min=1, max=10)
+    ] = 1
+    buckets: Annotated[
+        int, _option(DATA, "Texts: features that words and n-grams are hashed to.", min=2, max=2**30)
+    ] = 2**18
     heldout: Heldout = None
+    test: Test = None
     min_count: MinCount = 1
     features: Features = 256
     dropout: Dropout = 0.2

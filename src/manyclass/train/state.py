@@ -29,6 +29,8 @@ class State:
     count: int = 0
     #: All evaluations.
     rows: list[Metrics] = field(default_factory=list)
+    #: Step and value of the best evaluation so far, if the best checkpoint is kept.
+    best: tuple[int, float] | None = None
     #: State of a recurrent trunk, each ``(layers, rows of this process, features)``.
     hidden: tuple[Tensor, ...] | None = None
 
@@ -41,6 +43,7 @@ class State:
         self.step, self.count = (typed(content[name], int, name) for name in ("step", "count"))
         self.seconds, self.total = (typed(content[name], float, name) for name in ("seconds", "total"))
         self.rows = [Metrics(*row) for row in content["rows"]]
+        self.best = _best(content)
         self.hidden = None if content["hidden"] is None else tuple(content["hidden"])
         if content["random"] is not None:
             torch.set_rng_state(content["random"])
@@ -48,7 +51,7 @@ class State:
 
 def write(run: Run, model: Model, optimizer: Any, state: State, processes: Processes) -> None:
     """Write a checkpoint; called by all ranks."""
-    shard = model.head.shard
+    shard = model.shard
     weights = {name: _by_class(name, value, shard) for name, value in model.weights().items()}
     if not processes.first:
         weights = {name: value for name, value in weights.items() if isinstance(value, Rows)}
@@ -62,7 +65,7 @@ def write(run: Run, model: Model, optimizer: Any, state: State, processes: Proce
         },
     }
     header = Header(processes.world, shard.first, shard.last)
-    with processes.shared_folder(lambda: run.checkpoint(state.step)) as folder:
+    with processes.shared_folder(lambda: run.checkpoint(state.step, state.best and state.best[0])) as folder:
         save(folder, processes.rank, header, weights, content)
     if processes.first:
         run.write_metrics(state.rows)
@@ -73,7 +76,7 @@ def restore(folder: Path, model: Model, optimizer: Any, state: State, processes:
 
     What belongs to one rank (random numbers, the sampler's statistics) is restored only if as many ranks wrote it.
     """
-    reader, shard = Reader(folder), model.head.shard
+    reader, shard = Reader(folder), model.shard
     rows = shard.first, shard.last
     _check_classes(reader, model)
     same = reader.world == processes.world
@@ -89,9 +92,18 @@ def restore(folder: Path, model: Model, optimizer: Any, state: State, processes:
     state.load_state_dict(content["training"])
 
 
-def restore_model(folder: Path, model: Model) -> int:
-    """Restore the weights and statistics of a checkpoint of any number of ranks; returns its step."""
-    reader = Reader(folder)
+def restore_model(run: Run, model: Model) -> int:
+    """Restore the weights and statistics of the best checkpoint, if the run selects it, or of the last one.
+
+    Any number of ranks may have written it. Returns its step.
+    """
+    last = run.checkpoints()[-1:]
+    if not last:
+        raise ValueError(f"{run.folder} has no checkpoint yet")
+    reader = Reader(last[0])
+    best = _best(reader.content["training"])
+    if best is not None:
+        reader = Reader(run.checkpoint_of(best[0]))
     _check_classes(reader, model)
     rows = 0, reader.num_classes
     content = reader.load(STATE, 0, rows)
@@ -99,9 +111,16 @@ def restore_model(folder: Path, model: Model) -> int:
     return typed(content["training"]["step"], int, "step")
 
 
+def _best(content: dict[str, Any]) -> tuple[int, float] | None:
+    if content["best"] is None:
+        return None
+    step, value = content["best"]
+    return typed(step, int, "the best step"), typed(value, float, "the best value")
+
+
 def _check_classes(reader: Reader, model: Model) -> None:
-    if reader.num_classes != model.head.num_classes:
-        raise ValueError(f"{reader.folder}: has {reader.num_classes} classes, the run {model.head.num_classes}")
+    if reader.num_classes != model.task.num_classes:
+        raise ValueError(f"{reader.folder}: has {reader.num_classes} classes, the run {model.task.num_classes}")
 
 
 def _by_class(name: str, value: Any, shard: Any) -> Any:

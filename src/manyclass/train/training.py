@@ -24,7 +24,7 @@ from .model import Model
 from .processes import Processes
 from .records import first_line, quoted
 from .run import CHECKPOINT, Metrics, Run
-from .settings import SOFTMAX, Settings
+from .settings import LENGTH, SOFTMAX, Settings
 from .state import State
 from .tasks import TASKS, Task
 
@@ -69,7 +69,7 @@ def _prepare(name: str, settings: Settings, advance: Advance, part: tuple[int, i
             if config["task"] != name:
                 raise ValueError(f"{settings.out} is a run of {config['task']}, not of {name}")
             before = type(settings).from_json(config["settings"], run.folder / "config.json").to_json()
-            for option in settings.differences(before):
+            for option in [name for name in settings.differences(before) if name not in LENGTH]:
                 new, old = settings.to_json()[option], before[option]
                 raise ValueError(
                     f"{settings.out} was begun with {option}={old}, so it cannot go on with {option}={new}"
@@ -104,6 +104,8 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
     settings = task.settings
     torch.manual_seed(settings.seed)
     model = Model(task, settings)
+    if settings.init is not None and not run.checkpoints():
+        initialise(model, task, Run(settings.init))
     if processes.first and not run.exists():  # not before: what no model can be made of is no run
         run.write_json("config.json", _config(task, run))
     optimizer = optimisation.make(model, settings)
@@ -111,11 +113,13 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
     milestones = {round(steps * part / settings.evaluations) for part in range(settings.evaluations + 1)} - {0}
     state = State()
     _start(run, model, optimizer, state, processes, settings.seed)
+    if state.step > steps:
+        raise ValueError(f"{run.folder} has done {state.step} steps already, so it cannot end after {steps}")
     events = _events(settings, state.step) if processes.first else lambda row: None
     if not state.rows:
         state.rows.append(_measured(model, task, state, steps, processes))
 
-    while state.step < steps:
+    while state.step < steps and not _patience_is_over(state, settings.patience):
         started = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * schedule(settings.schedule, state.step / steps)
@@ -135,6 +139,8 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
             state.rows.append(_measured(model, task, state, steps, processes))
             state.total, state.count = 0.0, 0
             events(state.rows[-1])
+            best = selected(task, state.rows)
+            state.best = best and (best[1].step, best[1].measure(best[0]))
         stopped = processes.any(observer.stopped())
         if state.step in milestones or state.step % settings.checkpoint_every == 0 or stopped:
             saved.write(run, model, optimizer, state, processes)
@@ -155,6 +161,23 @@ def _peak_bytes() -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def selected(task: Task[Any], rows: list[Metrics]) -> tuple[str, Metrics] | None:
+    """Return the measure that the best checkpoint is selected by, and its evaluation; the first of equal ones.
+
+    None if the run keeps its last checkpoint, or has none yet.
+    """
+    select = task.settings.select or ("loss" if task.test_examples else None)
+    rows = [row for row in rows if row.step > 0 and select and not math.isnan(row.measure(select))]
+    if select is None or not rows:
+        return None
+    return select, (min if select == "loss" else max)(rows, key=lambda row: row.measure(select))
+
+
+def _patience_is_over(state: State, patience: int | None) -> bool:
+    best = state.best
+    return patience is not None and best is not None and sum(row.step > best[0] for row in state.rows) >= patience
+
+
 def _start(run: Run, model: Model, optimizer: Any, state: State, processes: Processes, seed: int) -> None:
     """Restore the last checkpoint, if there is one, and let each of several processes draw its own numbers."""
     last = run.checkpoints()[-1:]
@@ -167,6 +190,7 @@ def _start(run: Run, model: Model, optimizer: Any, state: State, processes: Proc
             saved.restore(last[0], model, optimizer, state, processes)
         if processes.first:
             run.write_metrics(state.rows)
+            run.write_json("config.json", {**run.config(), "settings": model.task.settings.to_json()})  # its new length
 
 
 def _measured(model: Model, task: Task[Any], state: State, steps: int, processes: Processes) -> Metrics:
@@ -176,9 +200,11 @@ def _measured(model: Model, task: Task[Any], state: State, steps: int, processes
         number = model.head.num_samples
         bias = model.head.diagnostics().bias if state.step and settings.loss == SOFTMAX else None
     rate = settings.lr * schedule(settings.schedule, max(0, state.step - 1) / steps)
-    loss = evaluate(model, task, settings.eval_examples)["loss"]
+    found = evaluate(model, task, settings.eval_examples, (10, 20) if task.ranked else ())
     mean = processes.sums([state.total])[0] / (state.count * processes.world) if state.count else None
-    return Metrics(state.step, state.step / task.steps_per_epoch, state.seconds, rate, mean, loss, bias, number)
+    ranks = [found.get(name) for name in ("recall@10", "recall@20", "ndcg@10", "mrr@10")]
+    done = state.step, state.step / task.steps_per_epoch, state.seconds
+    return Metrics(*done, rate, mean, found["loss"], bias, number, *ranks)
 
 
 def _config(task: Task[Any], run: Run) -> dict[str, Any]:
@@ -191,6 +217,7 @@ def _config(task: Task[Any], run: Run) -> dict[str, Any]:
         "num_classes": task.num_classes,
         "train_examples": task.train_examples,
         "heldout_examples": task.heldout_examples,
+        "test_examples": task.test_examples,
         "threads": torch.get_num_threads(),
         "vocabulary": digest(run.vocabulary),
         "settings": task.settings.to_json(),
@@ -217,6 +244,30 @@ def _vocabulary(run: Run, config: dict[str, Any]) -> Vocabulary:
     return vocabulary
 
 
+def initialise(model: Model, task: Task[Any], run: Run) -> int:
+    """Copy the weights of another run, rows of classes by their names; return how many classes it knew."""
+    if task.part[1] > 1:
+        raise ValueError("--init needs all class weights in every process, so it is for one process")
+    other, before, _ = load(run)
+    if before.name != task.name:
+        raise ValueError(f"--init {run.folder}: a run of {before.name}, not of {task.name}")
+    shared = [(task.ids[name], index) for index, name in enumerate(before.vocabulary.names) if name in task.ids]
+    new, old = torch.tensor(shared, dtype=torch.long).reshape(-1, 2).T
+    sources = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        source = sources.get(name)
+        if source is None or source.shape[1:] != parameter.shape[1:]:
+            raise ValueError(f"--init {run.folder}: {name} has another shape; give the settings of its model")
+        with torch.no_grad():
+            if len(source) == before.num_classes and len(parameter) == task.num_classes:
+                parameter[new] = source[old]
+            elif len(source) == len(parameter):
+                parameter.copy_(source)
+            else:
+                raise ValueError(f"--init {run.folder}: {name} has {len(source)} rows instead of {len(parameter)}")
+    return len(shared)
+
+
 @contextmanager
 def usable(run: Run) -> Iterator[None]:
     """Turn whatever the files of a run can cause into a `ValueError` of one line that names the folder."""
@@ -241,17 +292,14 @@ def schedule(name: str, done: float) -> float:
 
 
 def load(run: Run) -> tuple[Model, Task[Any], int]:
-    """The model of a run's last checkpoint, its task and its step."""
+    """Load the model of a run's best checkpoint, if it selects one, or of its last; return its task and step, too."""
     with usable(run):
         config = _read_config(run)
         settings_type, kind = TASKS[config["task"]]
         settings = settings_type.from_json({**config["settings"], "out": str(run.folder)}, run.folder / "config.json")
         task = kind(settings, run.data, _vocabulary(run, config))
-        last = run.checkpoints()[-1:]
-        if not last:
-            raise ValueError(f"{run.folder} has no checkpoint yet")
         model = Model(task, settings)
-        step = saved.restore_model(last[0], model)
+        step = saved.restore_model(run, model)
     return model.eval(), task, step
 
 

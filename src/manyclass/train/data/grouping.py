@@ -1,6 +1,6 @@
 """Interactions by user and time, without having them all in memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +11,18 @@ from .spool import Spool, tally
 
 
 def group(
-    users: Spool, items: Spool, times: Spool, classes: np.ndarray, num_users: int, folder: Path
-) -> Iterator[Ragged]:
+    users: Spool,
+    items: Spool,
+    times: Spool,
+    classes: np.ndarray,
+    num_users: int,
+    folder: Path,
+    borders: Sequence[float] = (),
+) -> Iterator[tuple[Ragged, np.ndarray]]:
     """The classes of users ``0 … num_users - 1``, some users at a time; those of a user by time, equal times in order.
+
+    With them comes how many of each user's interactions are at each border of the time or after it, int64
+    ``(users, borders)``.
 
     ``classes`` has the class of each item, or -1: those are left out. The three spools have an entry for each
     interaction. Users are put into bins of about ``CHUNK`` interactions each; one pass brings every interaction to
@@ -42,7 +51,11 @@ def group(
             start, end = first_place[index : index + 2]
             part = entries.read(start, end - start)
             order = _order(part["user"] - first_user[index], part["time"])
-            yield Ragged.from_lengths(part["class"][order], lengths[first_user[index] : first_user[index + 1]])
+            here = lengths[first_user[index] : first_user[index + 1]]
+            owner = part["user"] - first_user[index]
+            after = [np.bincount(owner[part["time"] >= border], minlength=len(here)) for border in borders]
+            counts = np.array(after, dtype=np.int64).reshape(len(borders), len(here)).T
+            yield Ragged.from_lengths(part["class"][order], here), counts
 
 
 def _entries(users: Spool, items: Spool, times: Spool, classes: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:

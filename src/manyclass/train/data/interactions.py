@@ -48,6 +48,7 @@ def read_interactions(
     features: Sequence[str] = (),
     user_first: bool = False,
     min_count: int = 1,
+    late: tuple[float, ...] = (),
     layout: Layout = USUAL,
     advance: Advance = ignore,
 ) -> Interactions:
@@ -60,7 +61,9 @@ def read_interactions(
     line is its user. ``layout`` can say otherwise. All but ``.parquet`` may be compressed (``.gz``, ``.xz``, ``.bz2``).
 
     The result is in ``folder``: ``{name}.values.npy`` and ``{name}.offsets.npy``, the sequences, and
-    ``{name}.users.npy``, the features. Memory: the names of users, items and features, and a chunk; on disk, in
+    ``{name}.users.npy``, the features. With ``late``, rising shares such as ``(0.8, 0.9)``, there is
+    ``{name}.late.npy``, too: how many of each user's items come after each share of the interactions by time, and
+    before the next, int64 ``(rows, shares)``. Memory: the names of users, items and features, and a chunk; on disk, in
     ``folder`` and for the time of reading, some 40 bytes per interaction.
     """
     positive_int("min_count", min_count)
@@ -80,7 +83,9 @@ def read_interactions(
         classes = inverse(order, len(counts), missing=-1)
         rare = f" of items seen less than {min_count} times"
         facts = _facts(file, entries, columns, counts[classes < 0].sum(), rare)
-        return _write(entries, classes, vocabulary, features, feature_names, facts, folder, name)
+        if late and entries.times.spool.dtype == np.int8:
+            raise ValueError(f"{file}: --split time needs a column of the time")
+        return _write(entries, classes, vocabulary, features, feature_names, facts, folder, name, late)
 
 
 def _facts(file: Path, entries: Entries, columns: Columns, dropped: int, why: str) -> list[str]:
@@ -131,12 +136,22 @@ def _write(
     facts: list[str],
     folder: Path,
     name: str,
+    late: tuple[float, ...] = (),
 ) -> Interactions:
     """Group by user; ``classes`` has the class of each item, or -1, shape ``(items,)``."""
+    borders = entries.times.quantiles(late) if late else ()
     with RaggedWriter(folder) as writer:
-        for rows in group(entries.users, entries.items, entries.times.spool, classes, entries.num_users, folder):
+        later = []
+        parts = group(entries.users, entries.items, entries.times.spool, classes, entries.num_users, folder, borders)
+        for rows, counts in parts:
             writer.append(rows)
+            later.append(counts)
         sequences = writer.save(name)
+    if late:
+        from_border = np.concatenate(later)
+        from_border[:, :-1] -= from_border[:, 1:]
+        with replacing(folder / f"{name}.late.npy") as temporary, temporary.open("wb") as out:
+            np.save(out, from_border)
     ids = {feature: index for index, feature in enumerate(feature_names)}
     features = np.zeros((entries.num_users, len(columns)), dtype=np.int32)
     for position, (column, values) in enumerate(zip(columns, entries.features, strict=True)):

@@ -1,6 +1,8 @@
 """Documents with features and many labels, in the text format of extreme classification."""
 
 import re
+from collections.abc import Iterable
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,13 +13,15 @@ from ..records import quoted
 from .documents import Documents
 from .files import UTF_8, Advance, ignore, read_lines
 from .ragged import Ragged, RaggedWriter
-from .spool import Spool, tally
+from .spool import Spool, load_array, tally
+from .texts import Texts, is_text, read_texts
 from .vocabulary import Vocabulary, inverse, ranking
 
 _HEADER = re.compile(r"\s*(\d+)\s+(\d+)\s+(\d+)\s*")
 
 #: Documents that people are shown, and labels and features of each.
 PREVIEW, SHOWN = 3, 6
+TEXTS = Texts()
 
 
 class Labelled(NamedTuple):
@@ -32,6 +36,8 @@ class Labelled(NamedTuple):
     num_features: int
     #: The label numbers of the file by falling count, equal counts by first sight.
     vocabulary: Vocabulary
+    #: Whether the documents are texts, whose words were hashed to features.
+    hashed: bool
     #: What was read, in lines for people.
     facts: list[str]
 
@@ -50,11 +56,12 @@ def read_labelled(
     num_features: int | None = None,
     *,
     min_count: int = 1,
+    texts: Texts = TEXTS,
     encoding: str = UTF_8,
     advance: Advance = ignore,
 ) -> Labelled:
     """Read ``label,label feature:value feature:value …``, a document per line, after an optional header
-    ``documents features labels``.
+    ``documents features labels``; or labelled texts, see `read_texts`.
 
     A line that starts with a blank has no labels, and is left out. So are labels seen less than ``min_count`` times
     or, for held-out data, not in the given ``vocabulary``, features from ``num_features`` on, and then documents
@@ -66,10 +73,19 @@ def read_labelled(
     """
     positive_int("min_count", min_count)
     with Documents(folder) as documents:
-        limits, count = _read(file, documents, encoding, advance)
+        lines = read_lines(file, advance, encoding)
+        start = list(islice(lines, 1))
+        hashed = bool(start) and is_text(file, start[0][1])
+        lines = chain(start, lines)
+        if hashed:
+            limits, (count, preview) = None, _read_texts(file, lines, documents, texts)
+        else:
+            limits, count = _read(file, lines, documents)
+            preview = _preview(documents)
         vocabulary, classes = _classes(file, documents, vocabulary, min_count)
         if num_features is None:
             num_features = limits.features if limits else documents.largest_feature + 1
+            num_features = texts.buckets if hashed else num_features
         with (
             RaggedWriter(folder) as labels,
             RaggedWriter(folder) as features,
@@ -90,31 +106,56 @@ def read_labelled(
             return Labelled(
                 labels.save(f"{name}.labels"),
                 features.save(f"{name}.features"),
-                np.load(folder / f"{name}.values.npy", mmap_mode="r"),
+                load_array(folder / f"{name}.values.npy", np.float32),
                 num_features,
                 vocabulary,
-                _facts(file, count, len(labels), documents, num_features),
+                hashed,
+                [_fact(file, count, len(labels), documents, num_features, hashed), *preview],
             )
 
 
-def _facts(file: Path, count: int, kept: int, documents: Documents, num_features: int) -> list[str]:
+def _fact(file: Path, count: int, kept: int, documents: Documents, num_features: int, hashed: bool) -> str:
     dropped = f", dropped {count - kept:,} documents without a label that is a class" if kept < count else ""
-    facts = [f"{file}: {count:,} documents, {len(documents.numbers):,} labels, {num_features:,} features{dropped}"]
-    part = next(documents.parts())
+    features = f"words hashed to {num_features:,} features" if hashed else f"{num_features:,} features"
+    return f"{file}: {count:,} documents, {len(documents.numbers):,} labels, {features}{dropped}"
+
+
+def _preview(documents: Documents) -> list[str]:
+    """Show the first documents as they were read."""
+    part, names = next(documents.parts()), list(documents.numbers)
+    shown = []
     for row in range(min(PREVIEW, len(part.labels))):
-        names = list(documents.numbers)
         labels = ", ".join(str(names[label]) for label in part.labels.row(row)[:SHOWN])
         begin, end = part.features.offsets[row : row + 2]
         pairs = zip(part.features.row(row)[:SHOWN], part.values[begin:end][:SHOWN], strict=True)
         more = " …" if end - begin > SHOWN else ""
-        facts.append(f"  labels {labels}: {' '.join(f'{feature}:{value:g}' for feature, value in pairs)}{more}")
-    return facts
+        shown.append(f"  labels {labels}: {' '.join(f'{feature}:{value:g}' for feature, value in pairs)}{more}")
+    return shown
 
 
-def _read(file: Path, documents: Documents, encoding: str, advance: Advance) -> tuple[_Limits | None, int]:
+def _read_texts(
+    file: Path, lines: Iterable[tuple[int, str]], documents: Documents, texts: Texts
+) -> tuple[int, list[str]]:
+    """Add the texts of a file that have labels; returns their number, and the first ones for people."""
+    count, preview = 0, []
+    for labels, text in read_texts(file, iter(lines), texts):
+        count += 1
+        if labels:
+            documents.append(list(dict.fromkeys(labels)), *texts.features(text))  # pyright: ignore
+        if len(preview) < PREVIEW:
+            preview.append(f"  labels {', '.join(map(quoted, labels[:SHOWN])) or 'none'}: {quoted(text)}")
+    documents.flush()
+    if not count:
+        raise ValueError(f"{file}: no documents in the file")
+    if not documents.numbers:
+        raise ValueError(f"{file}: no document has a label")
+    return count, preview
+
+
+def _read(file: Path, lines: Iterable[tuple[int, str]], documents: Documents) -> tuple[_Limits | None, int]:
     """Add the documents of a file that have labels; returns what its header says, and the number of documents."""
     limits, count = None, 0
-    for number, line in read_lines(file, advance, encoding):
+    for number, line in lines:
         if number == 1 and (header := _HEADER.fullmatch(line)):
             limits = _Limits(*map(int, header.groups()))
         elif line:
@@ -136,14 +177,16 @@ def _classes(
     file: Path, documents: Documents, vocabulary: Vocabulary | None, min_count: int
 ) -> tuple[Vocabulary, np.ndarray]:
     """The vocabulary, and the class of each label by first sight, or -1: shape ``(labels,)``."""
-    numbers: list[int] = list(documents.numbers)
+    numbers: list[int | str] = list(documents.numbers)
     if vocabulary is not None:
         known = vocabulary.ids()
         return vocabulary, np.array([known.get(str(number), -1) for number in numbers], dtype=np.int32)
     counts = tally(documents.label_chunks(), len(numbers))
     order = ranking(counts, min_count)
     if len(order) < 2:
-        which = f"only one label, {numbers[0]}" if len(numbers) == 1 else f"{len(order)} of {len(numbers)} labels"
+        which = (
+            f"only one label, {quoted(numbers[0])}" if len(numbers) == 1 else f"{len(order)} of {len(numbers)} labels"
+        )
         rare = "" if min_count == 1 else f" seen min_count={min_count} times"
         raise ValueError(f"{file}: {which}{rare}; at least 2 are needed")
     names = [str(numbers[index]) for index in order]

@@ -10,6 +10,9 @@ from ..records import quoted
 from .columns import Batch
 from .spool import Spool
 
+#: Times that quantiles are estimated from.
+SAMPLE = 1 << 20
+
 
 class Times:
     """The timestamps of a file, batch by batch, on disk; memory: a batch.
@@ -63,6 +66,12 @@ class Times:
             return None
         ends = pl.Series([min(low for low, _ in parts), max(high for _, high in parts)])
         return " to ".join(map(str, ends if self._unit is None else ends.cast(self._unit)))
+
+    def quantiles(self, shares: tuple[float, ...]) -> list[float]:
+        """The times that these shares of all interactions are before, about; memory: a sample."""
+        stride = max(1, len(self.spool) // SAMPLE)
+        sample = np.concatenate([chunk[::stride] for chunk in self.spool.chunks()])
+        return [float(value) for value in np.quantile(sample, shares, method="higher")]
 
     def _parse(self, column: pl.Series) -> pl.Series:
         """Null where a string is not what the others are."""

@@ -31,6 +31,8 @@ class Batch(NamedTuple):
     target: Tensor
     #: The class before, for the bigram sampler, ``(batch, time)``.
     context: Tensor | None = None
+    #: Classes that each row has had before, ``(batch, most of them)``, padded with `IGNORE`; only where asked for.
+    seen: Tensor | None = None
 
 
 class Task(ABC, Generic[S]):
@@ -49,7 +51,11 @@ class Task(ABC, Generic[S]):
     recurrent = False
     train_examples: int
     heldout_examples: int
+    #: 0 without test data.
+    test_examples: int = 0
     steps_per_epoch: int
+    #: Whether rankings are measured in training, besides the loss.
+    ranked = True
 
     def __init__(self, settings: S, folder: Path, vocabulary: Vocabulary, part: tuple[int, int] = (0, 1)) -> None:
         self.settings, self.part = settings, part
@@ -71,8 +77,8 @@ class Task(ABC, Generic[S]):
         """The batch of a step, counted from 0."""
 
     @abstractmethod
-    def heldout(self, limit: int | None = None) -> Iterator[Batch]:
-        """Batches to evaluate on, of about ``limit`` examples or of all."""
+    def heldout(self, limit: int | None = None, test: bool = False, seen: bool = False) -> Iterator[Batch]:
+        """Batches of held-out or ``test`` data, of about ``limit`` examples or of all; ``seen``: with `Batch.seen`."""
 
     @abstractmethod
     def encode(self, line: str) -> Batch:
@@ -86,6 +92,14 @@ class Task(ABC, Generic[S]):
     def ids(self) -> dict[str, int]:
         """The class of each name."""
         return self.vocabulary.ids()
+
+    def recommends(self) -> None:
+        """Raise unless examples have a history of classes that can be excluded."""
+        raise ValueError("--exclude-seen is for recommenders: next-item")
+
+    def unknown(self, line: str) -> list[str]:
+        """Parts of a line that `encode` leaves out, since training has not seen them."""
+        return []
 
     def _epoch_rows(self, step: int, examples: int) -> Tensor:
         """The examples of a step, in an order that is new in each epoch, shape ``(batch,)``."""

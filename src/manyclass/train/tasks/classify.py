@@ -1,7 +1,7 @@
 """Predict the labels of documents with sparse features."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from ..data.files import Advance
 from ..data.labelled import read_labelled
 from ..data.ragged import Ragged
 from ..data.spool import load_array
+from ..data.texts import Texts
 from ..models import BagOfFeatures
 from ..records import typed
 from ..settings import ClassifySettings
@@ -20,6 +21,7 @@ from .base import EVALUATED, IGNORE, Batch, Task, every, read_facts, tensor, wri
 
 #: Without a held-out file, one of so many documents.
 HELDOUT = 10
+_KINDS = {True: "texts", False: "numbered features"}
 PAIR = re.compile(r"(\d+):([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
 
 
@@ -57,6 +59,9 @@ class Classify(Task[ClassifySettings]):
     ) -> None:
         super().__init__(settings, folder, vocabulary, part)
         self.num_features: int = typed(read_facts(folder).get("num_features"), int, f"{folder}: num_features")
+        self.hashed: bool = typed(read_facts(folder).get("hashed"), bool, f"{folder}: hashed")
+        if self.hashed and self.num_features != settings.buckets:
+            raise ValueError(f"{folder}: the words were hashed to {self.num_features} features")
         sizes = self.num_classes, self.num_features
         self.train = _Part(folder, "train", *sizes)
         if settings.heldout is None:
@@ -65,6 +70,8 @@ class Classify(Task[ClassifySettings]):
         else:
             self.held = _Part(folder, "heldout", *sizes)
             self.rows, self.held_rows = self.train.rows, self.held.rows
+        self.test_part = _Part(folder, "test", *sizes) if settings.test is not None else None
+        self.test_examples = 0 if self.test_part is None else len(self.test_part.rows)
         if not len(self.rows) or not len(self.held_rows):
             raise ValueError(f"{len(self.train.rows)} documents with labels are too few to train and to evaluate on")
         self.train_examples, self.heldout_examples = len(self.rows), len(self.held_rows)
@@ -73,12 +80,16 @@ class Classify(Task[ClassifySettings]):
     @staticmethod
     def prepare(settings: ClassifySettings, folder: Path, advance: Advance) -> Vocabulary:
         """Number the labels; see `Task.prepare`."""
-        options = {"advance": advance, "encoding": settings.encoding}
+        options = {"advance": advance, "encoding": settings.encoding, "texts": _texts(settings)}
         train = read_labelled(settings.data, folder, "train", min_count=settings.min_count, **options)
         vocabulary, num_features, facts = train.vocabulary, train.num_features, train.facts
-        if settings.heldout is not None:
-            facts += read_labelled(settings.heldout, folder, "heldout", vocabulary, num_features, **options).facts
-        write_facts(folder, facts, num_features=num_features)
+        for name, file in (("heldout", settings.heldout), ("test", settings.test)):
+            if file is not None:
+                more = read_labelled(file, folder, name, vocabulary, num_features, **options)
+                if more.hashed != train.hashed:
+                    raise ValueError(f"{file}: {_KINDS[more.hashed]}, but {settings.data} has {_KINDS[train.hashed]}")
+                facts += more.facts
+        write_facts(folder, facts, num_features=num_features, hashed=train.hashed)
         return vocabulary
 
     def trunk(self) -> nn.Module:
@@ -89,22 +100,31 @@ class Classify(Task[ClassifySettings]):
         """Some documents."""
         return self.train.batch(self.rows[self._epoch_rows(step, len(self.rows)).numpy()])
 
-    def heldout(self, limit: int | None = None) -> Iterator[Batch]:
-        """Held-out documents."""
-        chosen = every(self.held_rows, limit)
+    def heldout(self, limit: int | None = None, test: bool = False, seen: bool = False) -> Iterator[Batch]:
+        """Held-out or test documents."""
+        if seen:
+            self.recommends()
+        part, rows = self.held, self.held_rows
+        if test and self.test_part is not None:
+            part, rows = self.test_part, self.test_part.rows
+        chosen = every(rows, limit)
         for start in range(0, len(chosen), EVALUATED):
-            yield self.held.batch(chosen[start : start + EVALUATED])
+            yield part.batch(chosen[start : start + EVALUATED])
 
     def encode(self, line: str) -> Batch:
-        """A document: ``feature:value feature:value …``."""
+        """A document: a text if the training data have texts, else ``feature:value feature:value …``."""
+        if self.hashed:
+            ids, values = _texts(self.settings).features(line)
+            if not ids:
+                raise ValueError("no words to go on from")
+            return _document(ids, values.tolist())
         pairs = [PAIR.fullmatch(word) for word in line.split()]
         if not pairs or None in pairs:
             raise ValueError("a document is `feature:value feature:value …`")
         ids, values = zip(*((int(pair[1]), float(pair[2])) for pair in pairs if pair), strict=True)
         if max(ids) >= self.num_features:
             raise ValueError(f"feature {max(ids)} is not below {self.num_features}")
-        weights = _unit(torch.tensor(values), torch.tensor([len(values)]))
-        return Batch((torch.tensor(ids), torch.tensor([0]), weights), torch.empty(1, 1, 0, dtype=torch.long))
+        return _document(ids, values)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
         """All labels; nothing comes before a label."""
@@ -112,6 +132,17 @@ class Classify(Task[ClassifySettings]):
         chosen[self.rows] = True
         labels = tensor(self.train.labels.values[np.repeat(chosen, self.train.label_count)])
         return labels, torch.full_like(labels, IGNORE)
+
+
+def _texts(settings: ClassifySettings) -> Texts:
+    columns = settings.text_column, settings.label_column, settings.label_sep
+    return Texts(settings.ngrams, settings.buckets, *columns)
+
+
+def _document(ids: Sequence[int], values: Sequence[float]) -> Batch:
+    """One document without labels."""
+    weights = _unit(torch.tensor(values), torch.tensor([len(values)]))
+    return Batch((torch.tensor(ids), torch.tensor([0]), weights), torch.empty(1, 1, 0, dtype=torch.long))
 
 
 def _unit(values: Tensor, sizes: Tensor) -> Tensor:

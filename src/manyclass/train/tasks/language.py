@@ -29,6 +29,7 @@ class Language(Task[LanguageSettings]):
 
     name = "lm"
     recurrent = True
+    ranked = False
 
     def __init__(
         self, settings: LanguageSettings, folder: Path, vocabulary: Vocabulary, part: tuple[int, int] = (0, 1)
@@ -47,11 +48,20 @@ class Language(Task[LanguageSettings]):
                 f"a text of {len(self.text)} words is too short for --batch {settings.batch} "
                 f"and --length {settings.length}"
             )
-        if len(heldout) < 2:
-            raise ValueError(f"the held-out text has {len(heldout)} words; at least 2 are needed")
-        self.heldout_streams = self._cut(heldout, max(1, min(STREAMS, len(heldout) // WINDOW)))
+        self.heldout_streams = self._streams(heldout)
+        self.test_streams = None
+        if settings.test is not None:
+            self.test_streams = self._streams(load_array(folder / "test.npy", np.int32, self.num_classes))
+            self.test_examples = self.test_streams.shape[0] * (self.test_streams.shape[1] - 1)
         self.train_examples = self.steps_per_epoch * settings.batch * settings.length
         self.heldout_examples = self.heldout_streams.shape[0] * (self.heldout_streams.shape[1] - 1)
+
+    @classmethod
+    def _streams(cls, text: np.ndarray) -> np.ndarray:
+        """Cut a text to evaluate on."""
+        if len(text) < 2:
+            raise ValueError(f"a text to evaluate on has {len(text)} words; at least 2 are needed")
+        return cls._cut(text, max(1, min(STREAMS, len(text) // WINDOW)))
 
     @staticmethod
     def _cut(text: np.ndarray, streams: int) -> np.ndarray:
@@ -65,9 +75,10 @@ class Language(Task[LanguageSettings]):
         vocabulary = prepare_text(files, folder / "train.npy", min_count=settings.min_count, **options)
         what = str(files[0]) if len(files) == 1 else f"{len(files):,} files"
         facts = _facts(what, folder / "train.npy", vocabulary)
-        if settings.heldout is not None:
-            encode_text([settings.heldout], folder / "heldout.npy", vocabulary, **options)
-            facts += _facts(str(settings.heldout), folder / "heldout.npy", vocabulary)
+        for name, file in (("heldout", settings.heldout), ("test", settings.test)):
+            if file is not None:
+                encode_text([file], folder / f"{name}.npy", vocabulary, **options)
+                facts += _facts(str(file), folder / f"{name}.npy", vocabulary)
         write_facts(folder, facts)
         return vocabulary
 
@@ -80,13 +91,16 @@ class Language(Task[LanguageSettings]):
         start = step % self.steps_per_epoch * self.settings.length
         return _window(own_part(self.streams, self.part)[:, start : start + self.settings.length + 1])
 
-    def heldout(self, limit: int | None = None) -> Iterator[Batch]:
-        """The held-out text from its beginning, in streams."""
-        words = self.heldout_streams.shape[1]
+    def heldout(self, limit: int | None = None, test: bool = False, seen: bool = False) -> Iterator[Batch]:
+        """The held-out or the test text from its beginning, in streams."""
+        if seen:
+            self.recommends()
+        streams = self.test_streams if test and self.test_streams is not None else self.heldout_streams
+        words = streams.shape[1]
         if limit is not None:
-            words = min(words, 1 + -(-limit // len(self.heldout_streams)))
+            words = min(words, 1 + -(-limit // len(streams)))
         for start in range(0, words - 1, WINDOW):
-            yield _window(self.heldout_streams[:, start : min(words, start + WINDOW + 1)])
+            yield _window(streams[:, start : min(words, start + WINDOW + 1)])
 
     def encode(self, line: str) -> Batch:
         """The words of a line; those that are no class count as rare."""

@@ -15,13 +15,15 @@ from ..data.interactions import encode_interactions, read_interactions
 from ..data.ragged import Ragged
 from ..data.spool import load_array
 from ..models import FeedForward, Transformer
-from ..records import typed
+from ..records import quoted, typed
 from ..settings import NextItemSettings
 from .base import EVALUATED, IGNORE, Batch, Task, every, read_facts, tensor, write_facts
 
 HISTORY = {"transformer": 50, "feed-forward": 3}
-#: Without a held-out file, the last item of every user who has so many.
+#: Without a held-out file, the last items of every user who has so many.
 SHORTEST_HELDOUT = 3
+#: Shares of the interactions, by time, that come before the held-out ones and before the test.
+LATE = (0.8, 0.9)
 
 
 class _Positions:
@@ -52,25 +54,41 @@ class _Part:
     Args:
         sequences: a row of items for each user.
         users: their features, shape ``(users, columns)``.
-        without_last: whether the last items of users are held out.
+        held: how many of each user's last items are held out, shape ``(users,)``, or 0.
+        tested: how many of the items after those are for the test.
     """
 
-    def __init__(self, sequences: Ragged, users: np.ndarray, without_last: bool) -> None:
+    def __init__(self, sequences: Ragged, users: np.ndarray, held: Any = 0, tested: Any = 0) -> None:
         self.items, self.users, self.offsets = sequences.values, users, np.array(sequences.offsets)
-        lengths = np.diff(self.offsets)
-        held = (lengths >= SHORTEST_HELDOUT) & without_last
-        self.last = _Positions(self.offsets[1:] - 1, held)
-        self._ends, self._counts = self.offsets[1:] - held, np.maximum(lengths - held - 1, 0)
+        lengths, ends = np.diff(self.offsets), self.offsets[1:]
+        # The first item of a user has no history, so it is no target.
+        self.tested = _Positions(ends - 1, np.minimum(tested, np.maximum(lengths - 1, 0)))
+        self.held = _Positions(ends - 1 - tested, np.minimum(held, np.maximum(lengths - tested - 1, 0)))
+        self._ends, self._counts = ends - held - tested, np.maximum(lengths - held - tested - 1, 0)
         self.targets = self.windows(1)
 
     @classmethod
-    def load(cls, folder: Path, name: str, num_items: int, num_values: int, without_last: bool) -> "_Part":
+    def load(cls, folder: Path, name: str, num_items: int, num_values: int, split: str | None = None) -> "_Part":
         """The part ``name`` of the arrays in ``folder``, mapped into memory."""
         sequences = Ragged.load(folder, name, num_items)
         users = load_array(folder / f"{name}.users.npy", np.int32, num_values, dims=2)
         if len(users) != len(sequences):
             raise ValueError(f"{folder / name}: sequences and features are not of the same users")
-        return cls(sequences, users, without_last)
+        if split is None:
+            return cls(sequences, users)
+        if split == "time":
+            counts = load_array(folder / f"{name}.late.npy", np.int64, dims=2)
+            if counts.shape != (len(sequences), 2) or (counts < 0).any():
+                raise ValueError(f"{folder / name}: late.npy does not fit the sequences")
+            return cls(sequences, users, *np.minimum(counts, sequences.lengths()[:, None]).T)
+        some = (sequences.lengths() >= SHORTEST_HELDOUT).astype(np.int64)
+        return cls(sequences, users, some, some if split == "last-two" else 0)
+
+    def history(self, last: np.ndarray) -> np.ndarray:
+        """All items before the positions ``last``, shape ``(positions, most of them)``, padded with `IGNORE`."""
+        starts = self.offsets[np.searchsorted(self.offsets, last, side="right") - 1]
+        places = last[:, None] + np.arange(-int((last - starts).max(initial=0)), 0)
+        return np.where(places >= starts[:, None], self.items[places.clip(0)], IGNORE)
 
     def windows(self, history: int) -> _Positions:
         """Positions of targets such that windows of ``history`` that end there hold each target once."""
@@ -100,13 +118,19 @@ class NextItem(Task[NextItemSettings]):
         self.history = settings.history or HISTORY[settings.model]
         self.feature_names: list[str] = typed(read_facts(folder).get("feature_names"), list[str], f"{folder}: names")
         sizes = self.num_classes, len(self.feature_names)
-        self.train = _Part.load(folder, "train", *sizes, without_last=settings.heldout is None)
-        if settings.heldout is None:
-            self.held, self.held_positions = self.train, self.train.last
-        else:
-            self.held = _Part.load(folder, "heldout", *sizes, without_last=False)
+        split = _split(settings)
+        self.train = _Part.load(folder, "train", *sizes, split)
+        self.held, self.held_positions = self.train, self.train.held
+        if settings.heldout is not None:
+            self.held = _Part.load(folder, "heldout", *sizes)
             self.held_positions = self.held.targets
-        columns = {self.train.users.shape[1], self.held.users.shape[1], len(settings.user_feature or ())}
+        self.tested, self.test_positions = self.train, self.train.tested
+        if settings.test is not None:
+            self.tested = _Part.load(folder, "test", *sizes)
+            self.test_positions = self.tested.targets
+        self.test_examples = len(self.test_positions)
+        parts = (self.train, self.held, self.tested)
+        columns = {*(each.users.shape[1] for each in parts), len(settings.user_feature or ())}
         if len(columns) > 1:
             raise ValueError(f"{folder}: the users do not have the features that the settings name")
         # The transformer predicts at all places of a window, the network only what comes after it.
@@ -115,7 +139,8 @@ class NextItem(Task[NextItemSettings]):
         self.train_examples, self.heldout_examples = len(self.train.targets), len(self.held_positions)
         for count, what in ((self.train_examples, "training"), (self.heldout_examples, "held-out")):
             if count == 0:
-                raise ValueError(f"no {what} examples: users need at least {SHORTEST_HELDOUT} items")
+                shortest = SHORTEST_HELDOUT + (split == "last-two" and what == "training")
+                raise ValueError(f"no {what} examples: users need at least {shortest} items")
         self.steps_per_epoch = -(-len(self.examples) // settings.batch)
 
     @staticmethod
@@ -127,15 +152,16 @@ class NextItem(Task[NextItemSettings]):
             "timestamp": settings.timestamp,
             "features": settings.user_feature or (),
             "user_first": settings.user_first,
+            "late": LATE if _split(settings) == "time" else (),
             "layout": Layout(settings.sep, settings.no_header, settings.encoding, settings.sequences),
             "advance": advance,
         }
         train = read_interactions(settings.interactions, folder, "train", min_count=settings.min_count, **options)
         vocabulary, feature_names, facts = train.vocabulary, train.feature_names, train.facts
-        if settings.heldout is not None:
-            facts += encode_interactions(
-                settings.heldout, folder, "heldout", vocabulary, feature_names, **options
-            ).facts
+        del options["late"]
+        for name, file in (("heldout", settings.heldout), ("test", settings.test)):
+            if file is not None:
+                facts += encode_interactions(file, folder, name, vocabulary, feature_names, **options).facts
         write_facts(folder, facts, feature_names=feature_names)
         return vocabulary
 
@@ -154,38 +180,53 @@ class NextItem(Task[NextItemSettings]):
         last = self.examples[self._epoch_rows(step, len(self.examples)).numpy()]
         return self.train.batch(last, self.history, self.history if self.each else 1)
 
-    def heldout(self, limit: int | None = None) -> Iterator[Batch]:
-        """Held-out items and the histories before them."""
-        chosen = every(self.held_positions, limit)
+    def heldout(self, limit: int | None = None, test: bool = False, seen: bool = False) -> Iterator[Batch]:
+        """Held-out or test items and the histories before them."""
+        part, positions = (self.tested, self.test_positions) if test else (self.held, self.held_positions)
+        chosen = every(positions, limit)
         for start in range(0, len(chosen), EVALUATED):
-            batch = self.held.batch(chosen[start : start + EVALUATED], self.history, 1)
+            last = chosen[start : start + EVALUATED]
+            batch = part.batch(last, self.history, 1)
             if self.each:  # only the last place counts, of all that the transformer has
                 empty = batch.target.new_full((len(batch.target), self.history - 1, 1), IGNORE)
                 batch = Batch(batch.inputs, torch.cat([empty, batch.target], dim=1))
-            yield batch
+            yield batch._replace(seen=tensor(part.history(last))) if seen else batch
 
     def encode(self, line: str) -> Batch:
-        """Items of a history, oldest first; ``column=value`` words are the user's features."""
+        """Items of a history, oldest first; ``column=value`` is a feature of the user. Unknown items are left out."""
         names = {name: index for index, name in enumerate(self.feature_names)}
         columns = self.settings.user_feature or []
-        features, items = {}, []
-        for word in line.split():
-            column = word.partition("=")[0]
-            if "=" in word and column in columns:
-                features[column] = names.get(word, 0)  # a value that nobody had is unknown
-            else:
-                items.append(word)
-        unknown = [word for word in items if word not in self.ids]
-        if unknown:
-            raise ValueError(f"unknown item {unknown[0]!r}")
-        if not items:
-            raise ValueError("no items to go on from")
-        history = [self.ids[word] for word in items][-self.history :]
+        words = line.split()
+        features = {word.partition("=")[0]: names.get(word, 0) for word in words if self._feature(word)}
+        items = [word for word in words if not self._feature(word)]
+        known = [self.ids[word] for word in items if word in self.ids]
+        if not known:
+            raise ValueError(f"unknown item {quoted(items[0])}" if items else "no items to go on from")
+        history = known[-self.history :]
         padded = [-1] * (self.history - len(history)) + history
         users = torch.tensor([[features.get(column, 0) for column in columns]], dtype=torch.long).view(1, -1)
-        return Batch((torch.tensor([padded]), users), torch.empty(1, self.history, 0, dtype=torch.long))
+        target = torch.empty(1, self.history, 0, dtype=torch.long)
+        return Batch((torch.tensor([padded]), users), target, seen=torch.tensor([known]))
+
+    def recommends(self) -> None:
+        """See `Task.recommends`."""
+
+    def unknown(self, line: str) -> list[str]:
+        """Items that are no class."""
+        return [word for word in line.split() if not self._feature(word) and word not in self.ids]
+
+    def _feature(self, word: str) -> bool:
+        """Whether a word of a line is a feature of the user; a value that nobody had counts as unknown."""
+        return "=" in word and word.partition("=")[0] in (self.settings.user_feature or ())
 
     def pairs(self) -> tuple[Tensor, Tensor]:
         """All items that follow another, and these."""
         places = self.train.targets[:]
         return tensor(self.train.items[places]), tensor(self.train.items[places - 1])
+
+
+def _split(settings: NextItemSettings) -> str | None:
+    """How the interactions are split; None if the files to evaluate on are given."""
+    if settings.heldout is not None:
+        return None
+    return "last" if settings.test is not None else settings.split
