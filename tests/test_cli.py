@@ -14,7 +14,19 @@ from rich.progress import Progress
 
 import manyclass as manyclass_package
 from manyclass import samplers
-from manyclass.bench import bias, draws, judges, optim, profiling, settings, stalls, step, tensorflow_step, tree
+from manyclass.bench import (
+    bias,
+    draws,
+    judges,
+    optim,
+    profiling,
+    settings,
+    stalls,
+    step,
+    tensorflow_step,
+    towers,
+    tree,
+)
 from manyclass.cli import demo
 from manyclass.samplers import blocks
 from manyclass.train import Run, training
@@ -98,6 +110,21 @@ def test_bench_optim(tmp_path, monkeypatch):
     state = {row["optimizer"]: float(row["state"]) for row in rows}
     assert state["AdamW"] > 2 > state["AdamW, rowwise"] > 1 > state[optim.BASELINE] == 0
     assert "torch SparseAdam" in console.export_text()
+
+
+def test_bench_towers(tmp_path, monkeypatch):
+    monkeypatch.setattr(towers, "EXAMPLES", 2000)
+    monkeypatch.setattr(towers, "HELDOUT", 200)
+    monkeypatch.setattr(towers, "SIZES", ((500, 100, 32), (500, 200, 32)))
+    console = Console(record=True, width=150)
+    towers.run(tmp_path, console, 200, 20, 2)
+    with (tmp_path / "towers.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["layer"] for row in rows] == 2 * list(towers.LAYERS)
+    assert all(0 < float(row["heldout_loss"]) < 6 for row in rows)
+    with (tmp_path / "towers_memory.csv").open() as file:
+        assert [int(row["pool"]) for row in csv.DictReader(file)] == [100, 200]
+    assert "Memory of a step" in console.export_text()
 
 
 def test_bench_tree(tmp_path, monkeypatch):

@@ -11,6 +11,8 @@ import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = ("language-models", "recommenders", "classification")
+#: Pages of Python code only.
+CODE = ("two-tower", "label-names", "identities")
 BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.S | re.M)
 #: A command, which may go on after a backslash, and what it prints.
 COMMAND = re.compile(r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", re.M)
@@ -58,6 +60,13 @@ def follow(page: str, folder: Path) -> None:
         assert run.returncode == 0, f"{command[-1]}\nexits with {run.returncode}:\n{run.stdout}"
         if shown is not None:
             assert shape(run.stdout, folder) == shape(shown, folder), f"{command[-1]}\nprints:\n{run.stdout}"
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_page_of_code(name, tmp_path):
+    page = (DOCS / f"{name}.md").read_text("utf-8")
+    assert len(list(steps(page))) == page.count("```python")
+    follow(page, tmp_path)
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -24,8 +24,8 @@ WINDOW = 4
 def encode(encoder: Encode, ids: Tensor, in_features: int, chunk_size: int) -> Tensor:
     """Encode classes ``ids (k,)``, at most ``chunk_size`` at a time: ``(k, in_features)``.
 
-    The backward pass encodes each chunk again, so activations of one chunk exist at a time. The random numbers of the
-    encoder are the same both times. A single chunk is not encoded again.
+    The backward pass encodes each chunk again, to save memory. The random numbers of the encoder are the same both
+    times. A single chunk is not encoded again.
     """
 
     def part(ids: Tensor) -> Tensor:

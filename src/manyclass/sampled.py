@@ -45,8 +45,8 @@ class SampledSoftmax(Counters, Resumable):
         classes: instead of a table: a module that maps class ids ``(k,)`` to embeddings ``(k, in_features)``, such as
             an item tower. A step encodes its targets and negatives, each once. The sampler, ``eval()``, `log_prob` and
             `topk` read a cache of the last known embeddings, which `refresh` brings up to date.
-        chunk_size: how many classes ``classes`` encodes at a time. The backward pass encodes each chunk again, so that
-            activations of one chunk exist at a time.
+        chunk_size: how many classes ``classes`` encodes at a time. The backward pass encodes each chunk again, to save
+            memory.
         cosine: a `Cosine`: logits are cosines times a scale, with a margin in training if it has one.
         device: of the parameters.
         dtype: of the parameters; with ``classes``, of the cache. Logits and losses are computed in float32 at least,

@@ -111,6 +111,20 @@ def step(out: Out = Path("out"), threads: Threads = None) -> None:
 
 
 @app.command()
+def towers(
+    classes: Annotated[int, typer.Option(min=100, help="Number of classes.")] = 5000,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each layer.")] = 500,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each layer.")] = 3,
+    out: Out = Path("out"),
+    threads: Threads = None,
+) -> None:
+    """Classes that a network makes: sampled training against the full softmax; memory. About 6 minutes."""
+    from ..bench import towers
+
+    towers.run(out, start(out, threads), classes, steps, seeds)
+
+
+@app.command()
 def tree(out: Out = Path("out"), threads: Threads = None) -> None:
     """The kernel tree against dense kernel sampling, uniform sampling and the full softmax. About 5 minutes."""
     from ..bench import tree
