@@ -3,6 +3,7 @@
 ``prediction`` selects p ∝ exp(o) (``"softmax"``) or p ∝ exp(|o|) (``"absolute"``, Section 3.3 of the paper) everywhere.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
@@ -233,7 +234,7 @@ def linear(query: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _query_chunks(query: Tensor) -> Sequence[Tensor]:
-    rows = query.reshape(query.shape[:-1].numel(), query.shape[-1])
+    rows = query.reshape(math.prod(query.shape[:-1]), query.shape[-1])  # −1 would be ambiguous without columns
     return [rows] if torch.compiler.is_exporting() else rows.split(MAX_QUERIES)
 
 
@@ -245,6 +246,5 @@ def _class_chunks(num_queries: int, weight: Tensor, bias: Tensor | None) -> list
     if torch.compiler.is_exporting():
         return [(0, weight, bias)]
     size = max(1, MAX_LOGITS // max(1, num_queries))
-    weights = weight.split(size)
-    offsets = [None] * len(weights) if bias is None else bias.split(size)
-    return list(zip(range(0, len(weight), size), weights, offsets, strict=True))
+    offsets = [None] * math.ceil(len(weight) / size) if bias is None else bias.split(size)
+    return list(zip(range(0, len(weight), size), weight.split(size), offsets, strict=True))
