@@ -47,6 +47,13 @@ inline std::vector<Level> levels_of(const Layout& layout, int64_t top) {
   return levels;
 }
 
+// Nodes of a level that an example follows on its way to `width` blocks: above the leaves half as many do nearly as well, but
+// never a smaller part of the level than the blocks are of all.
+inline int64_t beam_width(const Layout& layout, const Level& level, int64_t width) {
+  if (level.nodes == layout.blocks) return width;
+  return std::max((width + 1) / 2, (std::min(width, layout.blocks) * level.nodes + layout.blocks - 1) / layout.blocks);
+}
+
 // The members of a node of `nodes` on its level, as positions in the order of the classes.
 inline int64_t node_border(const Layout& layout, int64_t nodes, int64_t node) {
   return layout.border(node * (layout.blocks / nodes));

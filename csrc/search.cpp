@@ -91,7 +91,7 @@ struct Index {
 // What one example meets on its way down.
 struct Visit {
   const Index& index;
-  int64_t width;                        // nodes that are followed on every level
+  int64_t width;                        // blocks that are visited
   std::vector<int16_t> codes;           // the query
   float scale = 0;
   std::vector<int32_t> beam, next;      // nodes that are followed, of this level and of the next
@@ -131,7 +131,7 @@ struct Visit {
   // Keeps the best `width` of the scored nodes in `beam`; the others are pruned.
   void keep_best(const Level& level) {
     const auto total = static_cast<int64_t>(scores.size());
-    const int64_t kept = std::min(width, total);
+    const int64_t kept = std::min(beam_width(index.layout, level, width), total);
     cutoff = kth_largest(scores.data(), total, kept);
     places.resize(total);
     select_best(scores.data(), total, cutoff, kept, places.data());

@@ -79,7 +79,7 @@ def test_the_scope_of_a_sampler_made_by_name_is_the_one_it_says():
 
 
 def test_options_follow_the_constructors():
-    assert samplers.options("blocks") == {"own": 32, "probe": 64, "block_size": 8}
+    assert samplers.options("blocks") == {"own": 32, "probe": 96, "block_size": 8}
     assert samplers.options("softmax") == {}
     assert samplers.options("unigram")["counts"] is inspect.Parameter.empty
     assert samplers.options(Weighted).keys() == {"counts", "power", "scope", "boost"}

@@ -190,7 +190,7 @@ def test_a_batch_that_tells_nothing_changes_nothing():
 def test_defaults():
     found = SampledSoftmax(FEATURES, 4 * CLASSES)
     assert isinstance(found.sampler, samplers.Blocks)
-    assert (found.sampler.own, found.sampler.probe, found.num_samples) == (32, 64, 4096)
+    assert (found.sampler.own, found.sampler.probe, found.num_samples) == (32, 96, 4096)
     assert SampledSoftmax(FEATURES, CLASSES, "uniform").num_samples == 64
     assert SampledSoftmax(FEATURES, CLASSES, "uniform", scope="batch").num_samples == 4096
 

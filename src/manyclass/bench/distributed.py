@@ -137,11 +137,11 @@ class Paper(NamedTuple):
         """Of the parts of a step, one after the other; the tree is that of `samplers.Blocks`."""
         blocks = 2 ** round(math.log2(self.num_classes / self.machines / 8))
         levels = max(0, math.ceil(math.log(blocks / TOP, BRANCHING)))
-        probe, own = (math.ceil(total / self.machines) for total in (64, 32))
+        probe, own = (math.ceil(total / self.machines) for total in (96, 32))
         own_pool, row = self.pool / self.machines, self.features * 4
         # Nodes of the top level and outliers stay in the cache; the others are read for each example.
         cached = 2 * self.examples * (TOP + OUTLIERS) * self.features / self.arithmetic
-        walked = self.examples * probe * (levels * BRANCHING + 8) * row
+        walked = self.examples * probe * (levels * BRANCHING / 2 + 8) * self.features  # int8 codes
         # Rows of the pool, of own negatives and of targets: logits, gradient, optimiser, summary of 8 neighbours.
         passes = 8 * (own_pool + own * self.examples + self.batch) * row
         return {

@@ -34,13 +34,13 @@ class Setting(NamedTuple):
         return f"blocks, probe={self.probe}"
 
 
-DEFAULT = Setting(OWN, 64, POOL)
+DEFAULT = Setting(OWN, 96, POOL)
 SETTINGS = (
     DEFAULT,
     DEFAULT._replace(own=16),
     DEFAULT._replace(own=64),
-    DEFAULT._replace(probe=32),
-    DEFAULT._replace(probe=128),
+    DEFAULT._replace(probe=48),
+    DEFAULT._replace(probe=192),
     DEFAULT._replace(pool=1024),
     DEFAULT._replace(pool=2048),
 )

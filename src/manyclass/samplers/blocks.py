@@ -30,8 +30,8 @@ MANY_SLICES = 512
 class Blocks(Counters, Incremental):
     """Negatives of each example from the blocks that hold most of its mass, and a shared pool for all other classes.
 
-    Classes lie in blocks of neighbours, the leaves of a tree. Each example walks down the tree, along the ``probe``
-    best nodes of every level, and scores the classes of the blocks that it reaches. Of these it draws ``own``, by
+    Classes lie in blocks of neighbours, the leaves of a tree. Each example walks down the tree to its ``probe``
+    best blocks, along half as many nodes of every level above, and scores their classes. Of these it draws ``own``, by
     systematic sampling with probabilities min(1, c·exp(o)): the largest are certain. All other classes are covered by
     one pool of ``num_samples`` classes for the whole batch, drawn systematically in the order of the blocks, by shares
     that follow recent queries. What an example draws for itself is hidden from it in the pool, so every class has one
@@ -46,7 +46,7 @@ class Blocks(Counters, Incremental):
         prediction: whether blocks follow exp(o) or exp(|o|).
         bias: whether class weights come with offsets, as a further column.
 
-    A draw costs O(probe · (block_size + 8·log n) · d) per example and O(num_samples · log n) per batch. The sampler
+    A draw costs O(probe · (block_size + 4·log n) · d) per example and O(num_samples · log n) per batch. The sampler
     takes about d · (1 + 2.3 / block_size) + 30 bytes per class: codes, the tree, and the one that grows beside it.
     """
 
@@ -64,7 +64,7 @@ class Blocks(Counters, Incremental):
         num_classes: int,
         in_features: int,
         own: int = 32,
-        probe: int = 64,
+        probe: int = 96,
         block_size: int = 8,
         *,
         prediction: str = "softmax",

@@ -83,8 +83,18 @@ def log_mass(mean: Tensor, variance: Tensor, size: float, prediction: str) -> Te
     return functional.output(mean, prediction) + spread
 
 
+def beam_width(partition: Partition, nodes: int, width: int) -> int:
+    """How many of the ``nodes`` of a level an example follows on its way to ``width`` blocks.
+
+    Above the leaves half as many do nearly as well, but never a smaller part of the level than the blocks are of all.
+    """
+    if nodes == partition.blocks:
+        return width
+    return max(math.ceil(width / 2), math.ceil(min(width, partition.blocks) * nodes / partition.blocks))
+
+
 def visit(index: Index, query: Tensor, width: int) -> Visited:
-    """Follow the ``width`` best nodes of every level, in plain PyTorch; query ``(batch, columns)``."""
+    """Walk down to the ``width`` best blocks, in plain PyTorch; query ``(batch, columns)``."""
     partition, norm = index.partition, query.square().sum(dim=-1, keepdim=True)
     nodes = cutoff = None
     pruned = []
@@ -96,7 +106,7 @@ def visit(index: Index, query: Tensor, width: int) -> Visited:
         mean = partition.mean.dots(query, first + nodes)
         score = log_mass(mean, norm * partition.spread[first + nodes], partition.inside / number, index.prediction)
         score = score.nan_to_num(math.nan, posinf=math.nan)
-        cutoff, best = score.topk(min(width, score.shape[1]), dim=-1)
+        cutoff, best = score.topk(min(beam_width(partition, number, width), score.shape[1]), dim=-1)
         pruned.append(score.scatter(1, best, -math.inf).logsumexp(dim=-1))
         nodes = nodes.gather(1, best)
     assert nodes is not None
