@@ -21,6 +21,11 @@ class Resumable(Head):
     budget: Budget
     follower: Follower
 
+    def reset_parameters(self) -> None:
+        """Draw the parameters as `torch.nn.Linear` does; the sampler follows all of them in the next step."""
+        super().reset_parameters()
+        self.follower = Follower()
+
     def _install_hooks(self) -> None:
         self.register_state_dict_pre_hook(_before_saving)
         self.register_load_state_dict_pre_hook(_before_loading)
