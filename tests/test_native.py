@@ -5,9 +5,9 @@ import random
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from fuzz_native import MAKERS
 from fuzz_rules import DTYPES
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyclass import kernels
 from manyclass.samplers import KernelTree, bisection, tree

@@ -5,7 +5,6 @@ import io
 import json
 import math
 import sys
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -295,11 +294,9 @@ def test_language_models_are_compared_too(tmp_path, data, launched, monkeypatch)
         (folder / name).write_text(" ".join(f"w{place * place % 37}" for place in range(1500)))
     monkeypatch.setitem(quality.DATASETS, "ptb", {**quality.DATASETS["ptb"], "batch": 8, "length": 10})
     out = tmp_path / "out"
-    wanted = quality.trials(["ptb", "beauty"], ["adamw"], ["full", "blocks"], 1)
+    wanted = quality.trials(["ptb"], ["adamw"], ["full", "blocks"], 1)
     quality.sweep(wanted, data, out, 2, Console(file=io.StringIO()))
-    assert {(row["dataset"], row["sampler"]) for row in rows(out)} == set(
-        product(("ptb", "beauty"), ("full", "blocks"))
-    )
+    assert {(row["dataset"], row["sampler"]) for row in rows(out)} == {("ptb", "full"), ("ptb", "blocks")}
     for trial in wanted:
         settings = json.loads((out / "runs" / trial.name / "config.json").read_text())["settings"]
         assert (settings["optimizer"], settings["tied"]) == ("adamw", True)
