@@ -192,6 +192,20 @@ def test_the_weights_of_a_linear_layer_can_be_loaded(sampler):
     assert torch.equal(whole["head"].bias, linear.bias)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_of_all_classes_loads_other_layers(bias):
+    sampled = make(bias=bias)
+    trained(sampled)
+    for other in (nn.Linear(D, N, bias=bias), sampled):
+        whole = nn.ModuleDict({"head": FullSoftmax(D, N, bias=bias)})
+        whole.load_state_dict({f"head.{name}": value for name, value in other.state_dict().items()})
+        assert torch.equal(whole["head"].weight, other.weight)
+        assert not bias or torch.equal(whole["head"].bias, other.bias)
+    sampled.load_state_dict(whole["head"].state_dict())
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        whole.load_state_dict({**whole.state_dict(), "head.other": torch.ones(1)})
+
+
 @pytest.mark.parametrize("other", ["blocks", "uniform", "softmax", "quadratic"])
 def test_the_state_of_a_layer_with_another_sampler_can_be_loaded(other):
     query, target = batch()
@@ -269,7 +283,7 @@ def test_wrong_types_are_named(arguments, message):
 @pytest.mark.parametrize(
     "name", [name for name in inspect.signature(SampledSoftmax).parameters if name[-8:] != "_options"]
 )
-@pytest.mark.parametrize("value", [object(), [], torch.zeros(2), 3 + 4j], ids=repr)
+@pytest.mark.parametrize("value", [object(), [], torch.zeros(2), 3 + 4j], ids=["object", "list", "tensor", "complex"])
 def test_every_argument_refuses_what_it_is_not(name, value):
     arguments = {"in_features": D, "num_classes": N, name: value}
     with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
