@@ -109,7 +109,9 @@ def test_bench_optim(tmp_path, monkeypatch):
     assert [row["optimizer"] for row in rows] == list(optim.OPTIMIZERS)
     state = {row["optimizer"]: float(row["state"]) for row in rows}
     assert state["AdamW"] > 2 > state["AdamW, rowwise"] > 1 > state[optim.BASELINE] == 0
-    assert "torch SparseAdam" in console.export_text()
+    printed = console.export_text()
+    assert "torch SparseAdam" in printed
+    assert "AdamW takes 1.00 times as long as torch SGD, sparse; at most 1.5: PASS" in printed
 
 
 def test_bench_towers(tmp_path, monkeypatch):

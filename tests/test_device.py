@@ -38,8 +38,8 @@ SAMPLERS = {
     "quartic": ("quartic", {}),
     "tree": (samplers.KernelTree, {"kernel": kernels.Quadratic(100.0), "leaf_size": 8}),
 }
-#: Synchronisations of a training step with validate=False; blocks include steps that grow the next tree.
-WAITS = dict.fromkeys(SAMPLERS, 2) | {"bigram": 5, "ngram": 5, "tree": 4, "fourier": 4, "positive_features": 9}
+#: Most synchronisations of a training step with validate=False; steps that rebuild tables or grow trees count, too.
+WAITS = 2
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_a_step_rarely_waits_for_the_device(device, name):
     if name == "blocks":
         assert head.sampler.partition.blocks > line.REFRESH  # blocks wait in line
         assert head.sampler.rebuild_at > 10  # a second tree has been made
-    assert max(waits) <= WAITS[name], device.waits
+    assert max(waits) <= WAITS, device.waits
 
 
 def test_checks_make_the_host_wait(device):

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import inspect
 import pickle
 import weakref
 
@@ -10,9 +11,36 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from manyclass import FullSoftmax, SampledSoftmax, samplers
+from manyclass import FullSoftmax, SampledSoftmax, kernels, optim, samplers
 
 N, D = 200, 6
+
+
+COUNTS = torch.arange(N) + 1
+PAIRS = torch.stack([torch.arange(500) % 7, torch.arange(500) * 11 % N], 1)
+#: Every sampler by name, with the options that it needs.
+SAMPLERS = {
+    "uniform": {},
+    "log_uniform": {},
+    "unigram": {"counts": COUNTS},
+    "bigram": {"pairs": PAIRS},
+    "ngram": {"pairs": PAIRS, "memory": 64},
+    "in_batch": {"counts": COUNTS, "uniform": 8},
+    "softmax": {},
+    "quadratic": {},
+    "quartic": {},
+    "blocks": {"own": 4, "probe": 4, "block_size": 2},
+    "head_tail": {"head": 4, "probe": 4},
+    "two_pass": {"candidates": 50, "counts": COUNTS},
+    "lsh": {"tables": 4, "bits": 3},
+    "multi_index": {"codewords": 5},
+    "positive_features": {"features": 16},
+    "fourier": {"features": 16},
+}
+
+
+def test_every_named_sampler_is_here():
+    assert SAMPLERS.keys() == set(samplers.names())
 
 
 def batch(seed=0, size=32):
@@ -22,9 +50,21 @@ def batch(seed=0, size=32):
 
 def make(sampler="blocks", num_samples=16, **options):
     torch.manual_seed(0)
-    if sampler == "blocks":
-        options = {"own": 4, "probe": 4, "block_size": 2, **options}
+    options = {**SAMPLERS[sampler], **options} if sampler == "blocks" else options
     return SampledSoftmax(D, N, sampler, num_samples, **options)
+
+
+def trained(layer, steps=3):
+    """Train for some steps; returns the losses."""
+    query, target = (part.to(layer.weight.device) for part in batch())
+    optimizer, losses = torch.optim.SGD(layer.parameters(), lr=0.1), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(step)
+        losses.append(layer(query.to(layer.weight.dtype), target, context=target, generator=generator))
+        losses[-1].backward()
+        optimizer.step()
+    return torch.stack(losses)
 
 
 def test_the_full_softmax_is_the_cross_entropy(backend):
@@ -88,24 +128,53 @@ def test_a_recomputed_forward_pass_draws_the_same(sampler, reentrant, backend):
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-def test_a_layer_on_the_meta_device_can_be_filled():
-    with torch.device("meta"):
-        layer = make(bias=True)
-    assert layer.weight.is_meta
-    layer = layer.to_empty(device="cpu")
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_layer_on_the_meta_device_can_be_filled(name):
+    """Statistics and counts of the sampler are those of a layer that was made on the CPU."""
+    losses = []
+    for place in ("cpu", "meta"):
+        with torch.device(place):
+            layer = SampledSoftmax(D, N, name, 16, bias=True, **SAMPLERS[name])
+        assert layer.weight.is_meta == (place == "meta")
+        if place == "meta":
+            layer = layer.to_empty(device="cpu")
+        torch.manual_seed(0)
+        layer.reset_parameters()
+        assert layer.weight.abs().max() <= 1 / D**0.5
+        assert layer.weight.std() > 0.1 / D**0.5
+        losses += [trained(layer)]
+    assert torch.equal(*losses)
+
+
+def test_new_parameters_make_all_statistics_stale():
+    layer = SampledSoftmax(D, N, samplers.KernelTree, 16, kernel=kernels.Quadratic(), leaf_size=4)
+    trained(layer)
     layer.reset_parameters()
-    assert layer.weight.abs().max() <= 1 / D**0.5
-    assert layer.weight.std() > 0.1 / D**0.5
+    with torch.no_grad():
+        layer(*batch())
+    assert torch.equal(layer.sampler.weight, layer.weight)
 
 
-def test_inference_mode_first_and_training_afterwards():
-    layer = make()
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_inference_mode_first_and_training_afterwards(name):
+    layer = SampledSoftmax(D, N, name, 16, **SAMPLERS[name])
     query, target = batch()
     with torch.inference_mode():
-        layer(query, target)
-        layer.topk(query, 3, probe=4)
-    layer(query, target).backward()
+        layer(query, target, context=target)
+        layer.diagnostics()
+        layer.refresh()
+        if name == "blocks":
+            layer.topk(query, 3, probe=4)
+    trained(layer)
     assert layer.weight.grad.is_sparse
+
+
+def test_a_layer_made_in_inference_mode():
+    query, target = batch()
+    with torch.inference_mode():
+        layer = make()
+        layer(query, target)
+        assert layer.topk(query, 3, probe=200)[1].tolist() == layer.topk(query, 3)[1].tolist()
 
 
 @pytest.mark.parametrize("sampler", ["blocks", "uniform", "softmax", "quadratic"])
@@ -121,6 +190,20 @@ def test_the_weights_of_a_linear_layer_can_be_loaded(sampler):
     whole = nn.ModuleDict({"head": make(sampler, bias=True)})
     whole.load_state_dict(state, strict=False)
     assert torch.equal(whole["head"].bias, linear.bias)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_of_all_classes_loads_other_layers(bias):
+    sampled = make(bias=bias)
+    trained(sampled)
+    for other in (nn.Linear(D, N, bias=bias), sampled):
+        whole = nn.ModuleDict({"head": FullSoftmax(D, N, bias=bias)})
+        whole.load_state_dict({f"head.{name}": value for name, value in other.state_dict().items()})
+        assert torch.equal(whole["head"].weight, other.weight)
+        assert not bias or torch.equal(whole["head"].bias, other.bias)
+    sampled.load_state_dict(whole["head"].state_dict())
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        whole.load_state_dict({**whole.state_dict(), "head.other": torch.ones(1)})
 
 
 @pytest.mark.parametrize("other", ["blocks", "uniform", "softmax", "quadratic"])
@@ -197,16 +280,14 @@ def test_wrong_types_are_named(arguments, message):
         SampledSoftmax(D, N, **arguments)
 
 
-SAMPLERS = {
-    "uniform": {},
-    "log_uniform": {},
-    "unigram": {"counts": torch.arange(N) + 1},
-    "bigram": {"pairs": torch.stack([torch.arange(500) % 7, torch.arange(500) * 11 % N], 1)},
-    "softmax": {},
-    "quadratic": {},
-    "quartic": {},
-    "blocks": {},
-}
+@pytest.mark.parametrize(
+    "name", [name for name in inspect.signature(SampledSoftmax).parameters if name[-8:] != "_options"]
+)
+@pytest.mark.parametrize("value", [object(), [], torch.zeros(2), 3 + 4j], ids=["object", "list", "tensor", "complex"])
+def test_every_argument_refuses_what_it_is_not(name, value):
+    arguments = {"in_features": D, "num_classes": N, name: value}
+    with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
+        SampledSoftmax(**arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.half, torch.double])
@@ -216,8 +297,9 @@ def test_parameters_of_any_dtype(dtype, sampler, late, backend):
     """Losses are those of the same weights in float32, and statistics stay as precise as they were."""
     query, target = batch()
     options = SAMPLERS[sampler]
-    exact = make(sampler, 5000, bias=True, **options)
-    layer = make(sampler, 5000, bias=True, **({} if late else {"dtype": dtype}), **options)
+    number = 500 if sampler == "fourier" else 5000  # which reads whole leaves for each draw
+    exact = make(sampler, number, bias=True, **options)
+    layer = make(sampler, number, bias=True, **({} if late else {"dtype": dtype}), **options)
     if late:
         layer(query, target, context=target)  # statistics exist already
         layer = layer.to(dtype)
@@ -289,3 +371,34 @@ def test_a_layer_that_nobody_needs_is_freed_at_once():
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, from inside the compiler
+def test_a_compiled_training_step_breaks_once():
+    """The trunk, the layer, and what follows: two graphs. Backward passes and rows of optimisers make no graphs."""
+    torch.manual_seed(0)
+    trunk, layer = nn.Linear(D, D), make()
+    optimizer = optim.AdamW([*trunk.parameters(), *layer.parameters()])
+
+    def loss(query, target):
+        return layer(trunk(query).relu(), target) * 2
+
+    def step(query, target):
+        optimizer.zero_grad()
+        loss(query, target).backward()
+        optimizer.step()
+
+    torch._dynamo.reset()
+    step(*batch())
+    found = torch._dynamo.explain(loss)(*batch())
+    assert (found.graph_count, found.graph_break_count) == (2, 1)
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(step, backend="eager")
+    for seed in range(3):
+        compiled(*batch(seed))
+    reasons = [reason for reason in torch._dynamo.utils.counters["graph_break"] if "manyclass" in reason]
+    assert {name for name in ("Head._forward", "checked", "_step_rows") if any(name in one for one in reasons)} == {
+        "Head._forward",
+        "checked",
+    }
+    assert len(reasons) == 2

@@ -7,6 +7,7 @@ import pytest
 import torch
 from fuzz_native import MAKERS
 from fuzz_rules import DTYPES
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyclass import kernels
 from manyclass.samplers import KernelTree, bisection, tree
@@ -76,6 +77,26 @@ def test_an_error_names_the_argument(name):
 def test_bisect_of_no_classes(backend):
     for blocks in (1, 4):
         assert bisection.bisect(torch.empty(0, 3), torch.zeros(blocks + 1, dtype=torch.long)).shape == (0,)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that torch runs."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_reference_bisects_level_by_level():
+    """Not block by block: without the native core that took ten times as long."""
+    found = []
+    for blocks in (32, 1024):
+        with Operations() as operations:
+            bisection.bisect_reference(torch.randn(2 * blocks, 3).double(), torch.arange(0, 2 * blocks + 1, 2))
+        found.append(operations.count)
+    assert found[1] == pytest.approx(2 * found[0], rel=0.05)  # 10 levels and 5
 
 
 def test_a_tree_with_a_huge_branching_is_one_with_a_child_for_every_leaf(backend, monkeypatch):

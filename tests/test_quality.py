@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file
 
 from manyclass import __main__
 from manyclass.experiments import quality, reproduce
@@ -22,8 +23,9 @@ def data(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     lines = [" ".join([f"u{user}", *(f"i{(user + 3 * place) % 61}" for place in range(7))]) for user in range(80)]
     (folder / "sequences.txt").write_text("\n".join(lines))
-    monkeypatch.setattr(quality, "COMMON", {**quality.COMMON, "batch": 40, "evaluations": 2, "features": 8})
-    monkeypatch.setitem(quality.DATASETS, "beauty", {"epochs": 2, "user_first": True})
+    monkeypatch.setattr(quality, "COMMON", {"evaluations": 2, "features": 8})
+    monkeypatch.setattr(quality, "NEXT_ITEM", {**quality.NEXT_ITEM, "batch": 40})
+    monkeypatch.setitem(quality.DATASETS, "beauty", {**quality.NEXT_ITEM, "epochs": 2, "user_first": True})
     monkeypatch.setattr(quality, "SAMPLERS", {name: quality.SAMPLERS[name] for name in ("full", "blocks")})
     return tmp_path / "data"
 
@@ -43,7 +45,7 @@ def launched(monkeypatch):
 
 def compare(data, out):
     """Train what is missing of the first seed, one run at a time; returns the report."""
-    trials = quality.trials(["beauty"], ["adagrad"], 1)
+    trials = quality.trials(["beauty"], ["adagrad"], list(quality.SAMPLERS), 1)
     quality.sweep(trials, data, out, 1, Console(file=io.StringIO()))
     return summarise(out)
 
@@ -51,7 +53,7 @@ def compare(data, out):
 def summarise(out, seeds=1):
     """Return the report of the finished runs."""
     console = Console(width=80, file=io.StringIO())
-    quality.summarise(["beauty"], ["adagrad"], seeds, out, console)
+    quality.summarise(["beauty"], ["adagrad"], list(quality.SAMPLERS), seeds, out, console)
     return console.file.getvalue()
 
 
@@ -155,7 +157,7 @@ def test_a_folder_with_other_settings_is_refused(tmp_path, data, monkeypatch):
     out = tmp_path / "out"
     trial = Trial("beauty", "full", "adagrad", 0)
     finished(out, trial)
-    monkeypatch.setitem(quality.DATASETS, "beauty", {"epochs": 3, "user_first": True})
+    monkeypatch.setitem(quality.DATASETS, "beauty", {**quality.DATASETS["beauty"], "epochs": 3})
     with pytest.raises(ValueError, match=r"beauty-full-adagrad-0 was trained with epochs=2 instead of epochs=3"):
         compare(data, out)
 
@@ -232,14 +234,14 @@ def test_estimates():
 
 
 def test_what_is_trained():
-    found = quality.trials(list(quality.DATASETS), list(quality.OPTIMIZERS), 3)
-    assert len(found) == len({trial.name for trial in found}) == 2 * 2 * 3 * 3
+    found = quality.trials(list(quality.DATASETS), list(quality.OPTIMIZERS), list(quality.SAMPLERS), 3)
+    assert len(found) == len({trial.name for trial in found}) == 6 * 3 * 3
     assert found[0].name == "dig-full-adagrad-0"
     files = {"--interactions": Path("train.txt"), "--heldout": Path("test.txt")}
     options = " ".join(quality._training(Trial("diginetica", "uniform", "adam", 1), files, Path("folder")))
     assert options == (
-        "train next-item --interactions train.txt --heldout test.txt --model feed-forward --batch 512 "
-        "--evaluations 4 --split last --epochs 3 --sampler uniform --scope batch --num-samples 4096 --optimizer adam "
+        "train next-item --interactions train.txt --heldout test.txt --evaluations 4 --model feed-forward "
+        "--batch 512 --split last --epochs 3 --sampler uniform --scope batch --num-samples 4096 --optimizer adam "
         "--lr 0.002 --seed 1 --threads 1 --out folder --resume"
     )
     assert "--user-first --dropout 0.5 --sampler blocks --optimizer adagrad --lr 0.01" in " ".join(
@@ -252,7 +254,9 @@ def test_what_is_trained():
     [
         (["--data", "DATA"], "no file train.txt* in"),
         ([], "--data must be the folder with the files of diginetica"),
-        (["--datasets", "ptb"], "--datasets must be one of 'diginetica', 'beauty', got 'ptb'"),
+        (["--datasets", "synth"], "--datasets must be one of 'diginetica', 'beauty', 'ptb', got 'synth'"),
+        (["--datasets", "ptb", "--optimizers", "adam"], "nothing compares adam on ptb"),
+        (["--samplers", "full"], "--samplers must be one of 'blocks', got 'full'"),
         (["--optimizers", "sgd"], "--optimizers must be one of"),
     ],
 )
@@ -278,5 +282,24 @@ def test_only_report_trains_nothing(tmp_path, data, launched, monkeypatch, capsy
     assert stopped.value.code == 0
     assert launched == []
     printed = capsys.readouterr().out
-    assert printed.count("Amazon Beauty") == 2
+    assert printed.count("Amazon Beauty") == 3
     assert "missing" in printed
+
+
+def test_language_models_are_compared_too(tmp_path, data, launched, monkeypatch):
+    """A text is trained by another command, whose AdamW is torch's own with the full softmax: no row waits."""
+    folder = data / "ptb"
+    folder.mkdir()
+    for name in ("ptb.train.txt", "ptb.valid.txt"):
+        (folder / name).write_text(" ".join(f"w{place * place % 37}" for place in range(1500)))
+    monkeypatch.setitem(quality.DATASETS, "ptb", {**quality.DATASETS["ptb"], "batch": 8, "length": 10})
+    out = tmp_path / "out"
+    wanted = quality.trials(["ptb"], ["adamw"], ["full", "blocks"], 1)
+    quality.sweep(wanted, data, out, 2, Console(file=io.StringIO()))
+    assert {(row["dataset"], row["sampler"]) for row in rows(out)} == {("ptb", "full"), ("ptb", "blocks")}
+    for trial in wanted:
+        settings = json.loads((out / "runs" / trial.name / "config.json").read_text())["settings"]
+        assert (settings["optimizer"], settings["tied"]) == ("adamw", True)
+        saved = load_file(next((out / "runs" / trial.name).glob("checkpoint-*/state-*.safetensors")))
+        waiting = [name for name in saved if name.endswith("row_step")]
+        assert bool(waiting) == (trial.sampler == "blocks")

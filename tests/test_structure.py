@@ -107,6 +107,19 @@ def test_import_needs_no_extras():
     assert not loaded & set(APPLICATION)
 
 
+def test_the_compiler_is_not_loaded():
+    """It takes as long as torch itself. (torch's optimisers load it.)"""
+    program = """
+import sys, torch, manyclass, manyclass.distributed
+head = manyclass.SampledSoftmax(4, 50, bias=True)
+head(torch.zeros(2, 4, requires_grad=True), torch.tensor([0, 1])).backward()
+head.eval()(torch.zeros(2, 4), torch.tensor([0, 1]))
+head.topk(torch.zeros(4), 2)
+print("torch._dynamo" in sys.modules)
+"""
+    assert run(program).split() == ["False"]
+
+
 def test_runs_load_without_the_command_line():
     found = run("import manyclass.train, sys\nprint('\\n'.join(sys.modules))").split()
     assert "manyclass.train.training" in found

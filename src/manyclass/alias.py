@@ -31,8 +31,9 @@ class AliasTable(nn.Module):
             offsets = torch.tensor([0, weight.numel()], device=weight.device)
         cumulative = weight.cumsum(0)
         ends = torch.cat([cumulative.new_zeros(1), cumulative])
-        total = (ends[offsets[1:]] - ends[offsets[:-1]]).repeat_interleave(offsets.diff())
-        length = offsets.diff().repeat_interleave(offsets.diff())
+        total = ends[offsets[1:]] - ends[offsets[:-1]]
+        length, size = offsets.diff(), len(weight)
+        total, length = (each.repeat_interleave(length, output_size=size) for each in (total, length))
         threshold, alias = _build(weight, total, length)
         buffers = {"threshold": threshold, "alias": alias, "weight": weight.double(), "cumulative": cumulative.double()}
         for name, buffer in {**buffers, "offsets": offsets}.items():
@@ -73,28 +74,29 @@ def _build(weight: Tensor, total: Tensor, length: Tensor) -> tuple[Tensor, Tenso
     In units where a cell holds ``total``, lights lack ``total − weight·length`` and heavies have as much too much.
     The heavies' surplus is handed to the lights in order; a heavy that gave more than its surplus is topped up by the
     next. Within a row lack and surplus are equal, so in exact (integer) arithmetic no cell refers to another row.
+    No size depends on a value, so the host need not wait for a device.
     """
-    if not weight.is_floating_point() and float((weight.double() * length).sum()) >= 2**62:
-        raise ValueError("counts are too large for an exact alias table: counts · classes must stay below 2**62")
     scaled = weight * length
-    light, heavy = (scaled < total).nonzero().squeeze(-1), (scaled >= total).nonzero().squeeze(-1)
-    threshold = torch.ones_like(scaled, dtype=torch.float64)
-    alias = torch.arange(len(scaled), device=scaled.device)
-    if len(light) == 0:
-        return threshold, alias
-    lack = (total - scaled)[light].cumsum(0)
-    surplus = (scaled - total)[heavy].cumsum(0)
+    light = scaled < total
+    index = torch.arange(len(scaled), device=scaled.device)
+    # All lights and then all heavies, each in order; and the other way round.
+    rank = light.cumsum(0)
+    lights, heavies = rank[-1:], len(index) - rank[-1:]
+    lights_first = torch.empty_like(index).scatter_(0, torch.where(light, rank - 1, lights + index - rank), index)
+    heavies_first = lights_first[(index + lights) % len(index)]
+    gap = total - scaled
+    lack = gap.where(light, 0)[lights_first].cumsum(0)
+    surplus = (-gap).where(~light, 0)[heavies_first].cumsum(0)
 
     before = torch.cat([lack.new_zeros(1), lack[:-1]])
-    giver = torch.searchsorted(surplus, before, right=True).clamp(max=len(heavy) - 1)
-    threshold[light] = scaled[light].double() / total[light].double()
-    alias[light] = heavy[giver]
+    giver = torch.searchsorted(surplus, before, right=True).minimum(heavies - 1)
+    alias = torch.empty_like(index).scatter_(0, lights_first, heavies_first[giver])
 
-    taker = torch.searchsorted(lack, surplus).clamp(max=len(light) - 1)
+    taker = torch.searchsorted(lack, surplus).minimum(lights - 1).clamp(min=0)
     overdrawn = torch.where(before[taker] < surplus, lack[taker] - surplus, 0).clamp(min=0)
-    overdrawn = overdrawn.double() / total[heavy].double()
-    next_heavy = heavy.roll(-1)
-    next_heavy[-1] = heavy[-1]
-    threshold[heavy] = (1 - overdrawn).clamp(min=0)
-    alias[heavy] = torch.where(overdrawn > 0, next_heavy, heavy)
-    return threshold, alias
+    overdrawn = overdrawn.double() / total[heavies_first].double()
+    kept = torch.empty_like(overdrawn).scatter_(0, heavies_first, (1 - overdrawn).clamp(min=0))
+    following = heavies_first[(index + 1).minimum(heavies - 1)]
+    following = torch.where(overdrawn > 0, following, heavies_first)
+    heavy_alias = torch.empty_like(index).scatter_(0, heavies_first, following)
+    return torch.where(light, scaled.double() / total.double(), kept), torch.where(light, alias, heavy_alias)

@@ -86,7 +86,8 @@ class Monitor:
         assert self.last is not None
         query, target, context = self.last
         every = max(1, math.ceil(len(query) / examples))
-        return query[::every].contiguous(), target[::every].contiguous(), None if context is None else context[::every]
+        # Copies, since the batch may be of inference mode.
+        return query[::every].clone(), target[::every].clone(), None if context is None else context[::every].clone()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the batch out of pickles."""

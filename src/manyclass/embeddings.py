@@ -94,9 +94,8 @@ class ClassEmbeddings(nn.Module):
 
     def _table(self, columns: int, device: Any, dtype: torch.dtype | None) -> nn.Embedding:
         """Parameters belong to nn.Embedding modules: DistributedDataParallel expects sparse gradients only there."""
-        size = self.shard.size
-        made = nn.utils.skip_init(nn.Embedding, size, columns, sparse=self.sparse, device=device, dtype=dtype)
-        return cast(nn.Embedding, made)
+        rows = torch.empty(self.shard.size, columns, device=device, dtype=dtype)
+        return nn.Embedding.from_pretrained(rows, freeze=False, sparse=self.sparse)
 
     def reset_parameters(self) -> None:
         """Draw the parameters as `torch.nn.Linear` does; tied weights and encoders stay as they are."""

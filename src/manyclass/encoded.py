@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .counters import Counters
+from .refresh import version
 from .samplers.draw import Draw
 
 #: Maps ids of classes, shape ``(k,)``, to their embeddings, shape ``(k, in_features)``.
@@ -198,4 +199,4 @@ class Cache(Counters):
 
 
 def _versions(parameters: Iterable[Tensor]) -> tuple[int, ...]:
-    return tuple(parameter._version for parameter in parameters)
+    return tuple(version(parameter) for parameter in parameters)

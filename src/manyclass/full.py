@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .head import Head
+from .loading import keep_class_weights
 from .shard import Tables
 
 
@@ -18,6 +19,7 @@ class FullSoftmax(Head):
 
     def __init__(self, in_features: int, num_classes: int, **options: Any) -> None:
         super().__init__(in_features, num_classes, **options)
+        self.register_load_state_dict_pre_hook(keep_class_weights)
 
     def _training_losses(
         self, query: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None

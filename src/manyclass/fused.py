@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import functional, ops
 from .samplers.draw import Draw
+from .untraced import untraced
 
 #: Makes the gradients of rows, sorted and distinct, of one process those of all that have the same class weights.
 Exchange = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -105,6 +106,7 @@ def gathered_outputs(
 def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Let a backward pass run without a graph, and refuse to be part of one: second derivatives would lack terms."""
 
+    @untraced  # the number of rows depends on the draw
     def checked(ctx: Any, *grads: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(

@@ -9,6 +9,7 @@ from . import checks, functional
 from .cosine import Cosine
 from .embeddings import ClassEmbeddings
 from .shard import Shard, Tables
+from .untraced import untraced
 
 
 class Head(ClassEmbeddings):
@@ -89,9 +90,9 @@ class Head(ClassEmbeddings):
             context: what the ``"bigram"`` sampler conditions on.
             generator: source of the random numbers of the draw; default: torch's global one.
         """
-        return self._forward(input, target, context, generator)  # pyright: ignore[reportCallIssue]
+        return self._forward(input, target, context, generator)
 
-    @torch.compiler.disable  # shapes depend on the draw: a compiled model has one graph break here
+    @untraced  # shapes depend on the draw
     def _forward(
         self, input: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None
     ) -> Tensor:

@@ -12,6 +12,8 @@ from .samplers import Sampler
 
 # Names of the parameters here and in `torch.nn.Linear`.
 _LINEAR = {"embedding.weight": "weight", "bias_embedding.weight": "bias"}
+# How names begin in the state of `Resumable` that have to do with sampling.
+_SAMPLING = ("sampler.", "budget.", "step", "_extra_state")
 
 
 class Resumable(Head):
@@ -20,6 +22,11 @@ class Resumable(Head):
     sampler: Sampler
     budget: Budget
     follower: Follower
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters as `torch.nn.Linear` does; the sampler follows all of them in the next step."""
+        super().reset_parameters()
+        self.follower = Follower()
 
     def _install_hooks(self) -> None:
         self.register_state_dict_pre_hook(_before_saving)
@@ -41,6 +48,21 @@ class Resumable(Head):
         self.follower.load_state(ALL_ROWS if self.sampler.derived else state, self.weight.device)
 
 
+def keep_class_weights(layer: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Let a layer without a sampler load the state of a linear layer, or of a layer with a sampler."""
+    _from_linear(state_dict, prefix)
+    for key in [key for key in state_dict if key.startswith(tuple(prefix + name for name in _SAMPLING))]:
+        del state_dict[key]
+
+
+def _from_linear(state_dict: dict[str, Any], prefix: str) -> None:
+    """Rename parameters of a linear layer."""
+    for ours, theirs in _LINEAR.items():
+        if prefix + theirs in state_dict and prefix + ours not in state_dict:
+            value = state_dict.pop(prefix + theirs)
+            state_dict[prefix + ours] = value.unsqueeze(-1) if theirs == "bias" else value
+
+
 def _before_saving(layer: Any, prefix: str, keep_vars: bool) -> None:
     """Write the embeddings of the last step to the cache."""
     if layer.cache is not None:
@@ -52,10 +74,7 @@ def _before_loading(layer: Any, state_dict: dict[str, Any], prefix: str, *rest: 
 
     Statistics that do not come with the class weights are stale: the next step rebuilds all of them.
     """
-    for ours, theirs in _LINEAR.items():
-        if prefix + theirs in state_dict and prefix + ours not in state_dict:
-            value = state_dict.pop(prefix + theirs)
-            state_dict[prefix + ours] = value.unsqueeze(-1) if theirs == "bias" else value
+    _from_linear(state_dict, prefix)
     state_dict.setdefault(f"{prefix}step", torch.tensor(layer.step))
     for name in ("sampler", "budget", "cache"):
         part = getattr(layer, name)

@@ -54,7 +54,7 @@ class Follower:
         ``tracked`` says whether only rows with a gradient of this layer can change.
         Weights without gradients count as changed, so that a sampler can learn from queries.
         """
-        known = weight._version == self.version and self.touched is not None and weight.requires_grad
+        known = version(weight) == self.version and self.touched is not None and weight.requires_grad
         if known and (self.witness is None or _unchanged(weight.detach(), *self.witness)):
             return False
         self.witness = None
@@ -62,7 +62,7 @@ class Follower:
             self._update(sampler, weight, bias, step, tracked)
         else:
             self.touched = []
-        self.version = weight._version
+        self.version = version(weight)
         return True
 
     def _update(self, sampler: Sampler, weight: Tensor, bias: Tensor | None, step: int, tracked: bool) -> None:
@@ -81,13 +81,13 @@ class Follower:
     def refresh(self, sampler: Sampler, weight: Tensor, bias: Tensor | None) -> None:
         """Update the sampler from all rows."""
         sampler.update(weight, bias=bias)
-        self.touched, self.version, self.behind, self.witness = [], weight._version, 0, None
+        self.touched, self.version, self.behind, self.witness = [], version(weight), 0, None
 
     def unseen(self, weight: Tensor) -> Tensor | None:
         """Rows that changed since the last update of the sampler; None if a search has seen them already."""
-        if self.searched == weight._version:
+        if self.searched == version(weight):
             return None
-        self.searched = weight._version
+        self.searched = version(weight)
         return self.state(weight.device)
 
     def state(self, device: torch.device) -> Tensor:
@@ -101,6 +101,11 @@ class Follower:
         """Restore the rows of `state`."""
         self.touched = None if state.tolist() == [-1] else [state.to(device)]
         self.version, self.witness = -1, None
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor changed; 0 if it was made in inference mode, where nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _unchanged(weight: Tensor, rows: Tensor, values: Tensor) -> bool:

@@ -13,7 +13,6 @@ from .counters import Counters
 from .diagnostics import DRAWS, MEASURED, Diagnostics, Measured, Monitor, each, measure
 from .head import full_precision
 from .loading import Resumable
-from .refresh import Follower
 from .shard import Shard
 
 
@@ -110,13 +109,13 @@ class SampledSoftmax(Counters, Resumable):
             validate=validate,
         )
         options = {"prediction": prediction, "bias": bias, **sampler_options}
-        sampler = samplers.resolve(sampler, num_classes, in_features, self.shard.part(), **options)
-        self.sampler = sampler.to(self.weight.device)
+        with torch.device("cpu"):  # on the meta device counts and other data of the sampler would be lost
+            sampler = samplers.resolve(sampler, num_classes, in_features, self.shard.part(), **options)
+        self.sampler = sampler if self.weight.is_meta else sampler.to(self.weight.device)
         self.sampler.validate = validate
         self.budget = Budget(sampler, num_samples, tolerance, self.shard.ranks)
         #: Training steps so far.
         self.step = 0
-        self.follower = Follower()
         self.monitor = Monitor()
         self._install_hooks()
 
@@ -235,6 +234,7 @@ class SampledSoftmax(Counters, Resumable):
             sampling_share=self.monitor.share,
         )
 
+    @torch.inference_mode(False)  # gradients are compared, too
     def _measure(self, examples: int, draws: int) -> Measured:
         """Sampled against exact losses of some examples of the last batch, with embeddings from the cache, if any."""
         query, target, context = self.monitor.some(math.ceil(examples / self.shard.ranks))

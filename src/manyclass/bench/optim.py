@@ -17,6 +17,8 @@ FEATURES = 64
 # Steps before the timing.
 WARM_UP = 16
 BASELINE = "torch SGD, sparse"
+#: Largest time of a step with AdamW that passes, divided by that of the baseline.
+BAR = 1.5
 #: Optimisers, and whether the layer's gradients are sparse.
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], bool]] = {
     BASELINE: (torch.optim.SGD, True),
@@ -68,4 +70,7 @@ def run(out: Path, console: Console, num_classes: int) -> None:
     for row in rows:
         table.add_row(row.optimizer, f"{row.seconds * 1e3:.1f}", f"{row.seconds / base:.2f}", f"{row.state:.2f}")
     console.print(table)
+    ratio = next(row.seconds for row in rows if row.optimizer == "AdamW") / base
+    verdict = "[green]PASS" if ratio <= BAR else "[red]FAIL"
+    console.print(f"AdamW takes {ratio:.2f} times as long as {BASELINE}; at most {BAR}: {verdict}")
     console.print(f"figures: {out / 'optim.csv'}", soft_wrap=True)

@@ -69,10 +69,14 @@ def quality(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each sampler, with the seeds 0, 1, …")] = 3,
     jobs: Jobs = None,
     datasets: Annotated[
-        list[str] | None, typer.Option(metavar="diginetica|beauty", help="Repeatable; default: both.")
+        list[str] | None, typer.Option(metavar="diginetica|beauty|ptb", help="Repeatable; default: all.")
     ] = None,
     optimizers: Annotated[
-        list[str] | None, typer.Option(metavar="adagrad|adam", help="Repeatable; default: both.")
+        list[str] | None, typer.Option(metavar="adagrad|adam|adamw", help="Repeatable; default: all.")
+    ] = None,
+    samplers: Annotated[
+        list[str] | None,
+        typer.Option(metavar="blocks|uniform", help="To compare with the full softmax. Repeatable; default: both."),
     ] = None,
     only_report: Annotated[
         bool, typer.Option("--only-report", help="Train nothing; report the finished runs.")
@@ -90,7 +94,9 @@ def quality(
     chosen = [
         checks.one_of("--optimizers", name, comparison.OPTIMIZERS) for name in optimizers or comparison.OPTIMIZERS
     ]
+    sampled = tuple(comparison.SAMPLERS)[1:]
+    heads = [comparison.FULL, *(checks.one_of("--samplers", name, sampled) for name in samplers or sampled)]
     if not only_report:
-        wanted = comparison.trials(names, chosen, seeds)
+        wanted = comparison.trials(names, chosen, heads, seeds)
         comparison.sweep(wanted, data, out, jobs or os.cpu_count() or 1, console)
-    comparison.summarise(names, chosen, seeds, out, console)
+    comparison.summarise(names, chosen, heads, seeds, out, console)

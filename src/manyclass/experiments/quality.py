@@ -13,28 +13,44 @@ from rich.table import Table
 from .. import report
 from ..bench.timing import write_csv
 from ..train.atomic import replacing
-from ..train.settings import NextItemSettings
+from ..train.settings import LanguageSettings, NextItemSettings, Settings
 from . import figures, reproduce
 from .reproduce import BLOCKS, FULL, Job
 
-#: Settings of `manyclass train next-item` in every run. Settings not named here have their defaults.
-COMMON: dict[str, Any] = {"model": "feed-forward", "batch": 512, "evaluations": 4, "split": "last"}
+#: Settings in every run. Settings not named here and below have their defaults.
+COMMON: dict[str, Any] = {"evaluations": 4}
+NEXT_ITEM: dict[str, Any] = {"model": "feed-forward", "batch": 512, "split": "last"}
 DATASETS: dict[str, dict[str, Any]] = {
-    "diginetica": {"epochs": 3},
-    "beauty": {"epochs": 20, "user_first": True, "dropout": 0.5},
+    "diginetica": {**NEXT_ITEM, "epochs": 3},
+    "beauty": {**NEXT_ITEM, "epochs": 20, "user_first": True, "dropout": 0.5},
+    "ptb": {"split": "blanks", "min_count": 1, "epochs": 1, "tied": True},
 }
-OPTIMIZERS = ("adagrad", "adam")
-#: Learning rates other than the default. On Beauty larger ones end at held-out losses above those of the start.
-RATES = {("diginetica", "adam"): 0.002, ("beauty", "adagrad"): 0.01, ("beauty", "adam"): 0.0005}
+#: Commands of `manyclass train`, and the option that names the file to train on.
+TASKS: dict[str, tuple[str, type[Settings], dict[str, Any]]] = {
+    "diginetica": ("next-item", NextItemSettings, {"interactions": Path()}),
+    "beauty": ("next-item", NextItemSettings, {"interactions": Path()}),
+    "ptb": ("lm", LanguageSettings, {"text": [Path()]}),
+}
+#: What is compared, and settings that depend on the optimiser. On Beauty larger rates end above the loss of the start.
+#: Tied embeddings make all gradients of the full softmax dense, so that its AdamW is torch's own.
+PAIRS: dict[tuple[str, str], dict[str, Any]] = {
+    ("diginetica", "adagrad"): {},
+    ("diginetica", "adam"): {"lr": 0.002},
+    ("beauty", "adagrad"): {"lr": 0.01},
+    ("beauty", "adam"): {"lr": 0.0005},
+    ("beauty", "adamw"): {"lr": 0.001, "epochs": 5, "tied": True},
+    ("ptb", "adamw"): {"lr": 0.002},
+}
+OPTIMIZERS = ("adagrad", "adam", "adamw")
 SAMPLERS: dict[str, dict[str, Any]] = {
     FULL: {"sampler": "full"},
     BLOCKS: {"sampler": "blocks"},
     "uniform": {"sampler": "uniform", "scope": "batch", "num_samples": 4096},
 }
 #: Names of the data sets in the names of run folders.
-PREFIXES = {"diginetica": "dig", "beauty": "beauty"}
+PREFIXES = {"diginetica": "dig", "beauty": "beauty", "ptb": "ptb"}
 #: Settings that name files. A run may be moved here from a machine with other paths.
-PATHS = ("interactions", "heldout")
+PATHS = ("interactions", "text", "heldout")
 
 CUTOFF = 20
 MEASURES = tuple(f"{name}@{CUTOFF}" for name in ("recall", "mrr", "ndcg"))
@@ -62,10 +78,8 @@ class Trial(NamedTuple):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that identify the run."""
-        chosen = DATASETS[self.dataset] | SAMPLERS[self.sampler] | {"optimizer": self.optimizer}
-        if (self.dataset, self.optimizer) in RATES:
-            chosen["lr"] = RATES[self.dataset, self.optimizer]
-        return {**COMMON, **chosen, "seed": self.seed}
+        chosen = SAMPLERS[self.sampler] | {"optimizer": self.optimizer} | PAIRS[self.dataset, self.optimizer]
+        return {**COMMON, **DATASETS[self.dataset], **chosen, "seed": self.seed}
 
 
 class Point(NamedTuple):
@@ -97,14 +111,25 @@ class Result(NamedTuple):
         return [*self.trial, *measures, f"{self.seconds:.2f}", self.steps, bias]
 
 
-def trials(datasets: Sequence[str], optimizers: Sequence[str], seeds: int) -> list[Trial]:
+def pairs(datasets: Sequence[str], optimizers: Sequence[str]) -> list[tuple[str, str]]:
+    """List the data sets with the optimisers that are compared there.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = [pair for pair in product(datasets, optimizers) if pair in PAIRS]
+    if not found:
+        raise ValueError(f"nothing compares {', '.join(optimizers)} on {', '.join(datasets)}")
+    return found
+
+
+def trials(datasets: Sequence[str], optimizers: Sequence[str], samplers: Sequence[str], seeds: int) -> list[Trial]:
     """List the runs so that those to compare come one after another."""
     return [
         Trial(dataset, sampler, optimizer, seed)
-        for dataset in datasets
-        for optimizer in optimizers
+        for dataset, optimizer in pairs(datasets, optimizers)
         for seed in range(seeds)
-        for sampler in SAMPLERS
+        for sampler in samplers
     ]
 
 
@@ -133,7 +158,7 @@ def _files(name: str, data: Path | None) -> dict[str, Path]:
 
 def _training(trial: Trial, files: Mapping[str, Path], folder: Path) -> list[str]:
     """Compose the arguments of `manyclass` that train a run, or resume it."""
-    arguments = ["train", "next-item"]
+    arguments = ["train", TASKS[trial.dataset][0]]
     for option, file in files.items():
         arguments += [option, str(file)]
     for name, value in trial.settings.items():
@@ -156,7 +181,8 @@ def _trained(out: Path, trial: Trial) -> report.Run | None:
     if not all((folder / name).exists() for name in ("config.json", "metrics.csv")):
         return None
     run = report.load(folder)
-    settings = NextItemSettings(interactions=Path(), **trial.settings)
+    _, kind, files = TASKS[trial.dataset]
+    settings = kind(**files, **trial.settings)
     for name in settings.differences(run.config["settings"]):
         if name not in PATHS:
             old, new = run.config["settings"].get(name), settings.to_json()[name]
@@ -222,7 +248,7 @@ def results(out: Path) -> list[Result]:
     written = read(out)
     endings = {path.name.rpartition("-")[2] for path in (out / "runs").glob("*-*")}
     seeds = {int(ending) for ending in endings if ending.isdecimal()} | {trial.seed for trial in written}
-    possible = trials(tuple(DATASETS), OPTIMIZERS, 1 + max(seeds, default=-1))
+    possible = trials(tuple(DATASETS), OPTIMIZERS, tuple(SAMPLERS), 1 + max(seeds, default=-1))
     return [result for trial in possible if (result := _result(out, trial, written)) is not None]
 
 
@@ -326,15 +352,22 @@ def _seeds(found: Sequence[Result], seeds: int) -> str:
     return ", ".join(map(str, there)) + (f" ({', '.join(absent)} {MISSING})" if absent else "")
 
 
-def summarise(datasets: Sequence[str], optimizers: Sequence[str], seeds: int, out: Path, console: Console) -> None:
+def summarise(
+    datasets: Sequence[str],
+    optimizers: Sequence[str],
+    samplers: Sequence[str],
+    seeds: int,
+    out: Path,
+    console: Console,
+) -> None:
     """Write ``quality.csv`` and ``quality.png`` of the finished runs, and print a table per data set and optimiser."""
     found = results(out)
     write(found, out)
     files, panels = [out / FILE, out / CURVES], {}
-    for dataset, optimizer in product(datasets, optimizers):
+    for dataset, optimizer in pairs(datasets, optimizers):
         groups = {
             sampler: [one for one in found if one.trial[:3] == (dataset, sampler, optimizer) and one.trial.seed < seeds]
-            for sampler in SAMPLERS
+            for sampler in samplers
         }
         title = f"{reproduce.DATASETS[dataset].title}, {optimizer}"
         console.print(table(title, groups, seeds))
@@ -350,9 +383,9 @@ def summarise(datasets: Sequence[str], optimizers: Sequence[str], seeds: int, ou
 
 def headline(groups: Mapping[str, Sequence[Result]]) -> str:
     """Say in a line how blocks end."""
-    comparison = compare(groups[BLOCKS], groups[FULL])
+    comparison = compare(groups.get(BLOCKS, ()), groups[FULL])
     if comparison is None:
-        absent = [sampler for sampler in (FULL, BLOCKS) if not groups[sampler]]
+        absent = [sampler for sampler in (FULL, BLOCKS) if not groups.get(sampler)]
         return f"{' and '.join(absent) or 'a common seed'}: {MISSING}"
     where = "above" if comparison.loss.mean > 0 else "below"
     return f"{BLOCKS} end {abs(comparison.loss.mean):.3f} nats {where} {FULL}, in {comparison.time:.2f} of its time"

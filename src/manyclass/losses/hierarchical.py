@@ -78,9 +78,8 @@ class HierarchicalSoftmax(Head):
 
     def _table(self, columns: int, device: Any, dtype: torch.dtype | None) -> nn.Embedding:
         """One row for each inner node."""
-        rows = self.num_classes - 1
-        made = nn.utils.skip_init(nn.Embedding, rows, columns, sparse=self.sparse, device=device, dtype=dtype)
-        return cast(nn.Embedding, made)
+        rows = torch.empty(self.num_classes - 1, columns, device=device, dtype=dtype)
+        return nn.Embedding.from_pretrained(rows, freeze=False, sparse=self.sparse)
 
     def _training_losses(
         self, query: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None

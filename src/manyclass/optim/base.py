@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import checks
+from ..untraced import untraced
 from . import lazy
 from .rows import RowUpdate, update_rows_
 
@@ -57,6 +58,7 @@ class Rows(Optimizer):
         second = state.get(self._second)
         return lazy.ROW_STEP in state or (second is not None and second.shape != parameter.shape)
 
+    @untraced  # the number of rows depends on the gradient
     def _step_rows(self, group: Group, parameter: Tensor) -> None:
         for name, reason in self._dense_only.items():
             if group.get(name):

@@ -137,11 +137,11 @@ class Sampler(Described, nn.Module):
         """Learn from the queries of a finished training step. Samplers that do not learn from queries ignore it."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Sampler":
-        """Move statistics to other devices, but leave their precision, whatever the model is converted to."""
+        """Move statistics to other devices, but leave their values and precision: `to_empty` would lose counts."""
 
         def moved(buffer: Tensor) -> Tensor:
             new = fn(buffer)
-            return new if new.dtype == buffer.dtype else buffer.to(new.device)
+            return new if buffer.is_meta else buffer.to(new.device)
 
         return super()._apply(moved, recurse)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import checks
 from ..alias import AliasTable
 from .base import Sampler
-from .draw import Part
+from .draw import Part, redrawn
 from .static import Unigram
 
 # The smallest share of the unigram: products of smaller ones with frequencies leave the range of float64.
@@ -41,6 +41,8 @@ class Bigram(Sampler):
         pairs = checks.indices("pairs", pairs, None)
         if pairs.dim() != 2 or pairs.shape[1] != 2 or len(pairs) == 0:
             raise ValueError(f"pairs must have shape (N, 2) with N ≥ 1, got {tuple(pairs.shape)}")
+        if len(pairs) >= 2**31:  # counts · cells of an alias table must stay below 2**62
+            raise ValueError(f"pairs must be fewer than 2**31, got {len(pairs)}")
         last_context, largest = (int(column.max()) for column in pairs.T)
         if last_context >= checks.MAX_CLASSES:
             raise ValueError(f"pairs must hold contexts below {checks.MAX_CLASSES}, got {last_context}")
@@ -90,29 +92,33 @@ class Bigram(Sampler):
         row, share, rest = self._row(context)
         first, share, rest = uniform[..., 0], share.unsqueeze(-1), rest.unsqueeze(-1)
         # The first uniform number picks the part of the mixture and, stretched to [0, 1), draws from it.
-        from_table = first < share
-        example, slot = from_table.nonzero(as_tuple=True)
-        ids = self.unigram.table.draw(torch.zeros_like(row), ((first - share) / rest).clamp(0, 1 - 2**-53))
-        cells = self.table.draw(row[example], (first / share)[example, slot].unsqueeze(-1)).squeeze(-1)
-        ids = ids.index_put((example, slot), self.keys[cells] % self.num_classes)
+        ids = self.unigram.table.draw(torch.zeros_like(row), _unit((first - share) / rest))
+        # An empty row, whose share is 0, has no cell to draw; any other row stands for it.
+        row = torch.where(self.table.total(row) > 0, row, self.keys[0] // self.num_classes)
+        number = _unit(first / share.clamp(min=SMALLEST))
+
+        def from_table(example: Tensor, slot: Tensor) -> Tensor:
+            cells = self.table.draw(row[example].flatten(), number[example, slot].reshape(-1, 1))
+            return self.keys[cells.view(example.shape)] % self.num_classes
+
+        ids = redrawn(ids, first < share, from_table)
         if exclude is not None:
-            example, slot = (ids == exclude.unsqueeze(-1)).nonzero(as_tuple=True)
-            second = self._draw_without(context[example], exclude[example], uniform[example, slot, 1])
-            ids = ids.index_put((example, slot), second)
+
+            def again(example: Tensor, slot: Tensor) -> Tensor:
+                return self._draw_without(context[example], exclude[example], uniform[example, slot, 1])
+
+            ids = redrawn(ids, ids == exclude.unsqueeze(-1), again)
         return ids, self._log_prob(query, ids, exclude, context)
 
     def _draw_without(self, context: Tensor, exclude: Tensor, uniform: Tensor) -> Tensor:
-        """Draw from the mixture without the class ``exclude``; all of shape ``(k,)``."""
+        """Draw from the mixture without the class ``exclude``; all have one shape."""
         row, skip = self._row(context)[0], self._cell(context, exclude)
         table_rest, unigram_rest = self._rests(context, exclude)
         mass = uniform * (table_rest + unigram_rest)
-        from_table = mass < table_rest
-        ids = self.unigram.table.draw_without(
-            torch.zeros_like(row), exclude, ((mass - table_rest) / unigram_rest).clamp(0, 1 - 2**-53)
-        )
-        example = from_table.nonzero().squeeze(-1)
-        cells = self.table.draw_without(row[example], skip[example], (mass / table_rest)[example])
-        return ids.index_put((example,), self.keys[cells] % self.num_classes)
+        ids = self.unigram.table.draw_without(torch.zeros_like(row), exclude, _unit((mass - table_rest) / unigram_rest))
+        cells = self.table.draw_without(row, skip, _unit(mass / table_rest.clamp(min=SMALLEST)))
+        cells = cells.clamp(max=len(self.keys) - 1)  # of a row with nothing left, which is not drawn from
+        return torch.where(mass < table_rest, self.keys[cells] % self.num_classes, ids)
 
     def _log_prob(self, query, ids, exclude, context):
         assert context is not None
@@ -146,3 +152,8 @@ class Bigram(Sampler):
     def extra_repr(self) -> str:
         """Show the sizes and the mixture."""
         return f"num_classes={self.num_classes}, pairs={len(self.keys)}, interpolation={self.interpolation}"
+
+
+def _unit(number: Tensor) -> Tensor:
+    """Numbers in [0, 1), also where rounding has left it."""
+    return number.clamp(0, 1 - 2**-53)

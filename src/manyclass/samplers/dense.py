@@ -51,7 +51,8 @@ class Dense(Sampler):
         for name, new in pairs:
             old = getattr(self, name)
             fits = old.shape == new.shape and old.dtype == dtype and old.device == new.device
-            if not fits:
+            # What inference mode made can change nowhere else.
+            if not fits or (old.is_inference() and not torch.is_inference_mode_enabled()):
                 setattr(self, name, new.to(dtype, copy=True))
             elif rows is None:
                 old.copy_(new)

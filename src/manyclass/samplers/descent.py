@@ -69,3 +69,8 @@ def check_finite(masses: Tensor, validate: bool) -> None:
     """Raise unless all masses are finite; without ``validate`` do not read them."""
     if validate and not bool(torch.isfinite(masses).all()):
         raise ValueError("the masses of the kernel tree are not finite; class weights must be finite, and smaller")
+
+
+def distinct(ids: Tensor) -> Tensor:
+    """Leave out repetitions of sorted ids ``(k,)``; not on other devices, where the host would have to wait."""
+    return ids.unique_consecutive() if ids.device.type == "cpu" else ids

@@ -1,6 +1,7 @@
 """What samplers return, and the parts of the classes that they may be made for."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -104,3 +105,19 @@ class Best(NamedTuple):
     log_total: Tensor  # shape: (batch,)
     #: Log of the mass of the least block that was visited.
     cutoff: Tensor  # shape: (batch,)
+
+
+def redrawn(
+    ids: Tensor,  # shape: (batch, num_samples)
+    hit: Tensor,  # shape: (batch, num_samples)
+    draw: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Replace the ``ids`` that are a ``hit`` by ``draw(example, slot)``, which has the shape of ``example``.
+
+    Only hits are drawn again on the CPU. Elsewhere all are: to find the hits, the host would have to wait.
+    """
+    if hit.device.type == "cpu":
+        example, slot = hit.nonzero(as_tuple=True)
+        return ids.index_put((example, slot), draw(example, slot))
+    example, slot = (torch.arange(size, device=ids.device) for size in ids.shape)
+    return torch.where(hit, draw(example.unsqueeze(-1).expand_as(ids), slot.expand_as(ids)), ids)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import checks
 from ..alias import AliasTable
+from .draw import redrawn
 from .snapshot import Snapshot
 
 # Share of the uniform distribution in every table, relative to the features. It bounds the importance weights of
@@ -99,10 +100,12 @@ class PositiveFeatures(Snapshot):
         ids = cell - feature * self.num_classes
         if exclude is not None:
             # A hit on the excluded class is drawn once more from the others of its table.
-            example, slot = (ids == exclude.unsqueeze(-1)).nonzero(as_tuple=True)
-            row, positive = feature[example, slot], exclude[example]
-            second = self.table.draw_without(row, row * self.num_classes + positive, uniform[example, slot, 2])
-            ids = ids.index_put((example, slot), second - row * self.num_classes)
+            def again(example: Tensor, slot: Tensor) -> Tensor:
+                first = feature[example, slot] * self.num_classes
+                skip, number = first + exclude[example], uniform[example, slot, 2]
+                return self.table.draw_without(feature[example, slot], skip, number) - first
+
+            ids = redrawn(ids, ids == exclude.unsqueeze(-1), again)
         return ids, self._log_prob(query, ids, exclude, context)
 
     def _log_prob(self, query, ids, exclude, context):

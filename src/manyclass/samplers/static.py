@@ -10,7 +10,7 @@ from .. import checks
 from ..alias import AliasTable
 from .base import Sampler
 from .description import SCOPES
-from .draw import Part
+from .draw import Part, redrawn
 
 # The classes besides an excluded one must have more than this share of the total: less is lost in rounding.
 ROUNDING = 1e-10
@@ -171,15 +171,12 @@ class Unigram(Sampler):
         ids = self.table.draw(row, uniform[..., 0])
         if exclude is not None:
             self._rest(exclude)
+
             # A hit on the excluded class is drawn once more from the other classes: q_i + q_y · q_i/(1 − q_y).
-            hit = ids == exclude.unsqueeze(-1)
-            if hit.device.type == "cpu":  # elsewhere all are drawn twice: to find the hits, the host would have to wait
-                example, slot = hit.nonzero(as_tuple=True)
-                second = self.table.draw_without(row[example], exclude[example], uniform[example, slot, 1])
-                ids = ids.index_put((example, slot), second)
-            else:
-                rows, skip = (each.unsqueeze(-1).expand_as(ids) for each in (row, exclude))
-                ids = torch.where(hit, self.table.draw_without(rows, skip, uniform[..., 1]), ids)
+            def again(example: Tensor, slot: Tensor) -> Tensor:
+                return self.table.draw_without(row[example], exclude[example], uniform[example, slot, 1])
+
+            ids = redrawn(ids, ids == exclude.unsqueeze(-1), again)
         return ids, self._log_prob(query, ids, exclude, context)
 
     def log_total(self, query: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import checks, functional, kernels, ops
 from .base import Incremental
-from .descent import FLOOR, check_finite, descend, invert, last_from_rest, normalise
+from .descent import FLOOR, check_finite, descend, distinct, invert, last_from_rest, normalise
 
 # Nodes of the first level. They are evaluated for all examples by one matrix product, which is so much faster per node
 # than single dot products that levels above would cost more than they save.
@@ -88,14 +88,14 @@ class KernelTree(Incremental):
         Sums are never added to, so they equal a fresh build however many updates there were.
         """
         self._check_weight(weight, bias, self.weight)
-        picked = slice(None) if rows is None else self._check_rows(rows).unique()
+        picked = slice(None) if rows is None else distinct(self._check_rows(rows).sort().values)
         self.weight[picked, : self.in_features] = weight.detach()[picked].to(self.weight.dtype)
         if bias is not None:
             self.weight[picked, -1] = bias.detach()[picked].to(self.weight.dtype)
-        self._refresh(None if isinstance(picked, slice) else (picked // self.leaf_size).unique_consecutive())
+        self._refresh(None if isinstance(picked, slice) else distinct(picked // self.leaf_size))
 
     def _refresh(self, leaves: Tensor | None = None) -> None:
-        """Sum the given leaves, sorted and distinct, and the nodes above them; by default all of them."""
+        """Sum the given leaves, sorted, and the nodes above them; by default all of them."""
         nodes = torch.arange(self.sizes[-1], device=self.weight.device) if leaves is None else leaves
         if self._native() and self.kernel.degree == 2:
             shape = (self.sizes, self.leaf_size, self.branching)
@@ -105,7 +105,7 @@ class KernelTree(Incremental):
             classes, inside = self._classes(part)
             self._level(-1)[part] = torch.where(inside[..., None], self._features(self.weight[classes]), 0).sum(dim=1)
         for level in range(len(self.sizes) - 2, -1, -1):
-            nodes = (nodes // self.branching).unique_consecutive()
+            nodes = distinct(nodes // self.branching)
             below = self._level(level + 1)
             for node in nodes.split(max(1, functional.MAX_LOGITS // (self.branching * self.sums.shape[1]))):
                 child = node.unsqueeze(-1) * self.branching + torch.arange(self.branching, device=node.device)
