@@ -276,6 +276,14 @@ class LanguageSettings(Settings):
     heldout: Heldout = None
     test: Test = None
     min_count: MinCount = 2
+    output: Annotated[
+        Literal["table", "characters"],
+        _option(
+            MODEL,
+            "Where word embeddings come from, at the input and at the output: a table with a row for each word; or "
+            "its character n-grams, hashed, and a small network, so that weights do not grow with the vocabulary.",
+        ),
+    ] = "table"
     features: Features = 128
     layers: Layers = 1
     dropout: Dropout = 0.0

@@ -72,6 +72,10 @@ class Task(ABC, Generic[S]):
     def trunk(self) -> nn.Module:
         """The model below the output layer."""
 
+    def tower(self) -> nn.Module | None:
+        """A network that encodes classes, if there is to be one instead of a table of class embeddings."""
+        return None
+
     @abstractmethod
     def batch(self, step: int) -> Batch:
         """The batch of a step, counted from 0."""
