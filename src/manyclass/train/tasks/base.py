@@ -136,6 +136,11 @@ def tensor(array: np.ndarray) -> Tensor:
     return torch.from_numpy(np.asarray(array, dtype=np.int64))
 
 
+def copied(array: np.ndarray) -> Tensor:
+    """An array in memory that may be mapped now."""
+    return torch.from_numpy(np.array(array))
+
+
 def every(rows: Any, limit: int | None) -> Any:
     """At most ``limit`` of the rows, at even distances."""
     if limit is None or limit >= len(rows):

@@ -15,7 +15,7 @@ from ..data.spool import load_array
 from ..data.text import WORD, encode_text, prepare_text, python_sources
 from ..models import LSTM, Attributes, Tower
 from ..settings import LanguageSettings
-from .base import Batch, Task, own_part, tensor, write_facts
+from .base import Batch, Task, copied, own_part, tensor, write_facts
 
 #: Without a held-out file, this share of the text, its end, but at most so many words.
 HELDOUT = 0.05
@@ -56,11 +56,7 @@ class Language(Task[LanguageSettings]):
         if settings.test is not None:
             self.test_streams = self._streams(load_array(folder / "test.npy", np.int32, self.num_classes))
             self.test_examples = self.test_streams.shape[0] * (self.test_streams.shape[1] - 1)
-        self.characters = None
-        if settings.output == "characters":
-            self.characters = Ragged.load(folder, "characters", BUCKETS)
-            if len(self.characters) != self.num_classes:
-                raise ValueError(f"{folder / 'characters'}: not of the words of the vocabulary")
+        self.attributes = self._attributes(folder) if settings.output == "characters" else None
         self.train_examples = self.steps_per_epoch * settings.batch * settings.length
         self.heldout_examples = self.heldout_streams.shape[0] * (self.heldout_streams.shape[1] - 1)
 
@@ -99,11 +95,13 @@ class Language(Task[LanguageSettings]):
 
     def tower(self) -> nn.Module | None:
         """A network on character n-grams, with ``--output characters``."""
-        if self.characters is None:
-            return None
-        none = torch.empty(self.num_classes, 0)
-        bag = torch.from_numpy(np.array(self.characters.values)), torch.from_numpy(np.array(self.characters.offsets))
-        return Tower(Attributes(none.int(), 0, none, [bag], BUCKETS), self.settings.features)
+        return None if self.attributes is None else Tower(self.attributes, self.settings.features)
+
+    def _attributes(self, folder: Path) -> Attributes:
+        grams, none = Ragged.load(folder, "characters", BUCKETS), torch.empty(self.num_classes, 0)
+        if len(grams) != self.num_classes:
+            raise ValueError(f"{folder / 'characters'}: not of the words of the vocabulary")
+        return Attributes(none.int(), 0, none, [(copied(grams.values), copied(grams.offsets))], BUCKETS)
 
     def batch(self, step: int) -> Batch:
         """The next ``length`` words of all streams."""
