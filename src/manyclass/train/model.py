@@ -17,7 +17,6 @@ from .settings import FULL, SOFTMAX, Settings
 from .tasks import Batch, Task
 from .tasks.base import IGNORE
 
-
 #: Classes that a tower encodes at a time.
 ENCODED = 1 << 13
 

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-#: Largest first value of an embedding of an attribute.
+#: Largest first value of an embedding of a hashed feature: a class has the mean of many.
 SPREAD = 0.5
 
 
@@ -78,7 +77,7 @@ class Tower(nn.Module):
         self.register_buffer("categories", categories, persistent=False)
         self.register_buffer("numbers", numbers, persistent=False)
         self.bags = nn.ModuleList(Bag(*bag, buckets, features) for bag in bags)
-        self.values = table(num_values, features, SPREAD) if categories.shape[1] else None
+        self.values = table(num_values, features) if categories.shape[1] else None
         self.scales = nn.Linear(numbers.shape[1], features) if numbers.shape[1] else None
         inputs = len(bags) + categories.shape[1] + (self.scales is not None)
         self.layers = nn.Sequential(
