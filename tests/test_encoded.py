@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import manyclass
-from manyclass import FullSoftmax, SampledSoftmax, functional
+from manyclass import FullSoftmax, SampledSoftmax, encoded, functional
 
 N, D, M = 40, 5, 12
 COUNTS = torch.arange(N) + 1
@@ -143,6 +144,28 @@ def test_chunks_are_encoded_again_with_the_same_random_numbers():
     assert sorted(sums[len(first) :]) == sorted(first)
     assert tower.training
     assert all(part.training for part in tower.modules())
+
+
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_activations_of_one_chunk_are_alive(recomputed, monkeypatch):
+    """What an encoder computes for a chunk is gone before the next chunk, in both passes."""
+    tower, storages, alive = Tower(), [], []
+
+    def count(module, inputs, hidden):
+        storages.append(StorageWeakRef(hidden.untyped_storage()))
+        alive.append(sum(not storage.expired() for storage in storages))
+
+    tower.layers[1].register_forward_hook(count)
+    head = SampledSoftmax(D, N, "uniform", 1000, scope="batch", classes=tower, chunk_size=8)
+    head(*batch())  # encodes all
+    if not recomputed:
+        monkeypatch.setattr(encoded, "checkpoint", lambda part, chunk, use_reentrant: part(chunk))
+    storages.clear()
+    alive.clear()
+    head(*batch()).backward()
+    chunks = math.ceil(N / 8)
+    assert len(alive) >= chunks * (2 if recomputed else 1)
+    assert max(alive) == (1 if recomputed else chunks)
 
 
 def test_the_encoder_is_asked_as_for_a_prediction_outside_of_steps():
