@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor, nn
 
 from ..clip import clip_grad_norm_
 from ..train import optimizers, training
@@ -19,19 +20,20 @@ from ..train.settings import LanguageSettings
 from ..train.tasks import Language
 from .timing import write_csv
 
-#: Ways to draw negatives, and their colours; a step of each encodes about as many classes.
+#: Ways to draw negatives, and their colours.
 METHODS: dict[str, tuple[dict[str, Any], str]] = {
+    "full softmax": ({"sampler": "full"}, "#000000"),
     "in-batch, logQ by a stream": ({"sampler": "in_batch", "num_samples": 640}, "#0072B2"),
     "uniform pool": ({"sampler": "uniform", "scope": "batch", "num_samples": 2048}, "#999999"),
     "unigram pool": ({"sampler": "unigram", "scope": "batch", "num_samples": 2048}, "#E69F00"),
     "blocks": ({"sampler": "blocks", "own": 4, "num_samples": 1024}, "#D55E00"),
 }
-#: Columns of the CSV file; classes are those that a step encodes with gradients.
-HEADER = ("method", "classes", "step", "seconds", "heldout_loss", "encoded")
+#: Most classes that every step of the full softmax can encode.
+FITS = 20_000
 
 
 class Row(NamedTuple):
-    """An evaluation; see `HEADER`."""
+    """An evaluation."""
 
     method: str
     classes: int
@@ -39,6 +41,7 @@ class Row(NamedTuple):
     #: CPU seconds of training, without evaluations.
     seconds: float
     heldout_loss: float
+    #: Classes that a step encodes with gradients.
     encoded: float
 
 
@@ -59,6 +62,9 @@ def run(
     file, rows = out / "identifiers.csv", []
     rows = [row for row in _read(file) if row.classes == task.num_classes]
     for name, (options, _) in METHODS.items():
+        if options["sampler"] == "full" and task.num_classes > FITS:
+            console.print(f"{name}: left out, since each step would encode {task.num_classes:,} words", soft_wrap=True)
+            continue
         done = [row for row in rows if row.method == name]
         if done and done[-1].seconds >= seconds:
             console.print(f"{name}: in {file} already", soft_wrap=True)
@@ -66,7 +72,7 @@ def run(
         task.settings = LanguageSettings(**settings, **options)
         rows = [row for row in rows if row.method != name] + _train(name, task, seconds, every, console)
         with replacing(file) as temporary:
-            write_csv(temporary, HEADER, rows)
+            write_csv(temporary, Row._fields, rows)
     console.print(_table(rows, task, positions))
     _plot(rows, out / "identifiers.png", f"{task.num_classes:,} words, {positions:,} held-out positions")
     console.print(f"figures: {file}, {out / 'identifiers.png'}", soft_wrap=True)
@@ -87,9 +93,13 @@ def _train(name: str, task: Language, seconds: float, every: int, console: Conso
     """Train one method for some CPU seconds; the batches are the same for all."""
     torch.manual_seed(task.settings.seed)
     model, asked, state, spent, step = Model(task, task.settings), [], None, 0.0, 0
-    model.head.classes.register_forward_pre_hook(
-        lambda module, ids: asked.append(len(ids[0])) if torch.is_grad_enabled() else None
-    )
+
+    def count(module: nn.Module, ids: tuple[Tensor]) -> None:
+        # The backward pass encodes chunks again, and the cache is refreshed without gradients: neither counts.
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            asked.append(len(ids[0]))
+
+    model.head.classes.register_forward_pre_hook(count)
     optimizer, rows = optimizers.make(model, task.settings), []
     began = time.process_time()
     model.head.refresh()
@@ -103,7 +113,6 @@ def _train(name: str, task: Language, seconds: float, every: int, console: Conso
         optimizer.step()
         step, spent = step + 1, spent + time.process_time() - began
         if step % every == 0 or spent >= seconds:
-            # Each chunk is encoded twice if there are several.
             encoded = sum(asked) / step
             found = training.evaluate(model, task, task.settings.eval_examples)["loss"]
             rows.append(Row(name, task.num_classes, step, round(spent, 1), round(found, 4), round(encoded)))
@@ -123,7 +132,8 @@ def _read(file: Path) -> list[Row]:
 
 def _table(rows: Sequence[Row], task: Language, positions: int) -> Table:
     """Compare at the last step that all methods were evaluated at, and at the end of their time."""
-    curves = {name: [row for row in rows if row.method == name] for name in METHODS}
+    found = {name: [row for row in rows if row.method == name] for name in METHODS}
+    curves = {name: curve for name, curve in found.items() if curve}
     common = set.intersection(*({row.step for row in curve} for curve in curves.values()))
     at = max(common, default=0)
     title = f"{task.num_classes:,} words, exact held-out loss of {positions:,} positions"
