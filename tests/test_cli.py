@@ -125,6 +125,8 @@ def test_bench_identifiers(tmp_path, monkeypatch):
     encoded = {row["method"]: float(row["encoded"]) for row in rows}
     assert encoded["full softmax"] == 41 > encoded["in-batch, logQ by a stream"]  # 40 words and <rare>
     assert (tmp_path / "identifiers.png").exists()
+    curve = [identifiers.Row("blocks", 41, 2 * place, 10.0 * place, 5.0 - place, 9) for place in (1, 2)]
+    assert [identifiers._at(curve, seconds) for seconds in (5.0, 12.5, 20.0)] == [None, 3.75, 3.0]
     # What is done is not done again; what takes too long is left out.
     monkeypatch.setattr(identifiers, "_train", lambda name, *rest: pytest.fail(name))
     identifiers.run(tmp_path, console, *arguments)

@@ -131,21 +131,32 @@ def _read(file: Path) -> list[Row]:
 
 
 def _table(rows: Sequence[Row], task: Language, positions: int) -> Table:
-    """Compare at the last step that all methods were evaluated at, and at the end of their time."""
+    """Compare at the last step that all methods were evaluated at, and at the longest time that all were trained."""
     found = {name: [row for row in rows if row.method == name] for name in METHODS}
     curves = {name: curve for name, curve in found.items() if curve}
-    common = set.intersection(*({row.step for row in curve} for curve in curves.values()))
-    at = max(common, default=0)
+    step = max(set.intersection(*({row.step for row in curve} for curve in curves.values())), default=0)
+    seconds = min(curve[-1].seconds for curve in curves.values())
     title = f"{task.num_classes:,} words, exact held-out loss of {positions:,} positions"
-    table = Table("negatives", "classes encoded", "steps", "CPU ms per step", title=title)
-    table.add_column(f"loss after {at:,} steps")
-    table.add_column(f"loss after {min(curve[-1].seconds for curve in curves.values()):.0f} s")
+    table = Table("negatives", "words encoded", "CPU ms per step", title=title)
+    table.add_column(f"loss after {step:,} steps")
+    table.add_column(f"loss after {seconds:.0f} s")
+    table.add_column("steps by then")
     for name, curve in curves.items():
-        same = next((f"{row.heldout_loss:.3f}" for row in curve if row.step == at), "–")
-        last = curve[-1]
-        speed = f"{last.seconds / last.step * 1e3:.0f}"
-        table.add_row(name, f"{last.encoded:,.0f}", f"{last.step:,}", speed, same, f"{last.heldout_loss:.3f}")
+        same = next((f"{row.heldout_loss:.3f}" for row in curve if row.step == step), "–")
+        speed = curve[-1].seconds / curve[-1].step
+        loss = _at(curve, seconds)
+        shown = "–" if loss is None else f"{loss:.3f}"
+        table.add_row(name, f"{curve[-1].encoded:,.0f}", f"{speed * 1e3:.0f}", same, shown, f"{seconds / speed:,.0f}")
     return table
+
+
+def _at(curve: Sequence[Row], seconds: float) -> float | None:
+    """The loss at a time, on the line between the evaluations before and after it; None before the first."""
+    for before, after in zip(curve, curve[1:], strict=False):
+        if before.seconds <= seconds <= after.seconds:
+            share = (seconds - before.seconds) / max(after.seconds - before.seconds, 1e-9)
+            return before.heldout_loss + share * (after.heldout_loss - before.heldout_loss)
+    return curve[-1].heldout_loss if seconds == curve[-1].seconds else None
 
 
 def _plot(rows: Sequence[Row], file: Path, title: str) -> None:
