@@ -3,6 +3,7 @@
 import csv
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,7 +153,7 @@ def _table(rows: Sequence[Row], task: Language, positions: int) -> Table:
 
 def _at(curve: Sequence[Row], seconds: float) -> float | None:
     """The loss at a time, on the line between the evaluations before and after it; None before the first."""
-    for before, after in zip(curve, curve[1:], strict=False):
+    for before, after in pairwise(curve):
         if before.seconds <= seconds <= after.seconds:
             share = (seconds - before.seconds) / max(after.seconds - before.seconds, 1e-9)
             return before.heldout_loss + share * (after.heldout_loss - before.heldout_loss)
