@@ -1,4 +1,4 @@
-"""Checks of sharded layers with an encoder, or with cosines; each runs on every rank of a process group."""
+"""Checks of sharded layers with an encoder, cosines or several targets; each runs on every rank of a process group."""
 
 import copy
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from manyclass import ArcFace, CosFace, Cosine, FullSoftmax
 from manyclass.distributed import ShardedSampledSoftmax, data_parallel
+from manyclass.distributed.head import ShardedFullSoftmax
 
 N, D = 37, 5
 
@@ -42,19 +43,29 @@ class Model(nn.Module):
         return self.head(self.trunk(query), target)
 
 
-def trains_as_one_process(rank, ranks, rest, **options):
+def several_targets(ranks, generator):
+    """From one to three targets for each example of all ranks, distinct."""
+    target = torch.rand(4 * ranks, N, generator=generator).argsort(dim=1)[:, :3]
+    drop = torch.rand(4 * ranks, 3, generator=generator) < 0.4
+    drop[:, 0] = False
+    return target.masked_fill(drop, -100)
+
+
+def trains_as_one_process(rank, ranks, rest, several=False, sampler=("blocks", {"block_size": 4}), **options):
     """With a draw of all classes: after some steps the same parameters, apart from those of the shards, ``rest``."""
     generator = torch.Generator().manual_seed(1)
     query, target = torch.randn(4 * ranks, D, generator=generator), torch.randint(N, (4 * ranks,), generator=generator)
+    target = several_targets(ranks, generator) if several else target
     mine = slice(rank, None, ranks)
     make = {key: copy.deepcopy(value) for key, value in options.items()}
-    sharded = ShardedSampledSoftmax(D, N, "blocks", 1000 * N, block_size=4, **make)
+    name, how = sampler
+    sharded = ShardedSampledSoftmax(D, N, name, 1000 * N, **how, **make)
     single = Model(FullSoftmax(D, N, **copy.deepcopy(options)))
     rest(sharded, single.head)
-    several = data_parallel(Model(sharded))
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (several, single)]
+    model = data_parallel(Model(sharded))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model, single)]
     for _ in range(4):
-        losses = several(query[mine], target[mine]), single(query, target)
+        losses = model(query[mine], target[mine]), single(query, target)
         mean = losses[0].detach().clone()
         dist.all_reduce(mean)
         torch.testing.assert_close(mean / ranks, losses[1].detach(), rtol=1e-4, atol=1e-5)
@@ -63,7 +74,7 @@ def trains_as_one_process(rank, ranks, rest, **options):
             loss.backward()
             optimizer.step()
     found = dict(single.named_parameters())
-    for name, parameter in several.module.named_parameters():
+    for name, parameter in model.module.named_parameters():
         truth = found[name]
         if hasattr(parameter, "shard_group"):
             truth = truth[sharded.shard.first : sharded.shard.last]
@@ -101,6 +112,40 @@ def check_cosines_with_a_margin_train_as_in_one_process(rank, ranks):
     )
     with pytest.raises(ValueError, match="a margin with a learned scale cannot be sharded"):
         ShardedSampledSoftmax(D, N, cosine=Cosine(6, learn_scale=True, margin=CosFace(0.2)))
+
+
+def same_table(sharded, single):
+    with torch.no_grad():
+        sharded.embedding.weight.copy_(single.embedding.weight[sharded.shard.first : sharded.shard.last])
+
+
+def check_several_targets_train_as_in_one_process(rank, ranks):
+    torch.manual_seed(5)
+    encoder = {"classes": Tower(), "chunk_size": 8}
+    for split in ("even", "mass"):
+        trains_as_one_process(rank, ranks, same_table, True, ("blocks", {"block_size": 4, "split": split}))
+    trains_as_one_process(rank, ranks, lambda sharded, single: None, True, **encoder)
+    trains_as_one_process(rank, ranks, same_table, True, cosine=Cosine(6, margin=ArcFace(0.4)))
+
+
+def check_losses_of_several_targets(rank, ranks):
+    """Exact in evaluation, whatever widths ranks have; in training no target is a negative."""
+    generator = torch.Generator().manual_seed(2)
+    query, target = torch.randn(4 * ranks, D, generator=generator), several_targets(ranks, generator)
+    mine = slice(4 * rank, 4 * rank + 4)
+    wide = torch.cat([target[mine], torch.full((4, rank), -100)], dim=1)  # rank r has 3 + r columns
+    for kind in (ShardedFullSoftmax, ShardedSampledSoftmax):
+        sharded, single = kind(D, N, reduction="none"), FullSoftmax(D, N, reduction="none")
+        same_table(sharded, single)
+        truth = single(query, target)[mine]
+        found = sharded.eval()(query[mine], wide)
+        torch.testing.assert_close(found[:, :3], truth)
+        assert not found[:, 3:].any()
+    sampled = ShardedSampledSoftmax(D, N, "uniform", 8 * ranks, reduction="none")  # a draw for each example
+    same_table(sampled, single)
+    with torch.no_grad():  # exp(loss) − 1 is the sum over negatives, divided by what the target has
+        sums = torch.stack([sampled(query[mine], wide)[:, 0].expm1() for _ in range(300)])
+    torch.testing.assert_close(sums.mean(dim=0) / truth[:, 0].expm1(), torch.ones(4), rtol=0, atol=0.04)
 
 
 def check_a_checkpoint_of_a_cache_is_loaded(rank, ranks, folder):

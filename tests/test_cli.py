@@ -17,6 +17,7 @@ from manyclass import samplers
 from manyclass.bench import (
     bias,
     draws,
+    identifiers,
     judges,
     optim,
     profiling,
@@ -112,6 +113,33 @@ def test_bench_optim(tmp_path, monkeypatch):
     printed = console.export_text()
     assert "torch SparseAdam" in printed
     assert "AdamW takes 1.00 times as long as torch SGD, sparse; at most 1.5: PASS" in printed
+
+
+def test_bench_identifiers(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text(" ".join(f"word{number % 40}" for number in range(6000)))
+    arguments = [tmp_path / "text.txt"], 1, 8, 0.05, 2, 60
+    console = Console(record=True, width=150)
+    identifiers.run(tmp_path, console, *arguments)
+    with (tmp_path / "identifiers.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(dict.fromkeys(row["method"] for row in rows)) == list(identifiers.METHODS)
+    assert all(0 < float(row["heldout_loss"]) < 9 for row in rows)
+    encoded = {row["method"]: float(row["encoded"]) for row in rows}
+    assert encoded["full softmax"] == 41 > encoded["in-batch, logQ by a stream"]  # 40 words and <rare>
+    assert (tmp_path / "identifiers.png").exists()
+    curve = [identifiers.Row("blocks", 41, 2 * place, 10.0 * place, 5.0 - place, 9) for place in (1, 2)]
+    assert [identifiers._at(curve, seconds) for seconds in (5.0, 12.5, 20.0)] == [None, 3.75, 3.0]
+    # What is done is not done again; what takes too long is left out.
+    monkeypatch.setattr(identifiers, "_train", lambda name, *rest: pytest.fail(name))
+    identifiers.run(tmp_path, console, *arguments)
+    assert console.export_text(clear=False).count("already") == len(identifiers.METHODS)
+    monkeypatch.setattr(identifiers, "FITS", 40)
+    identifiers.run(tmp_path, console, *arguments)
+    assert "full softmax: left out, since each step would encode 41 words" in console.export_text()
+    monkeypatch.undo()
+    monkeypatch.setattr(identifiers, "_train", lambda name, *rest: pytest.fail(name))
+    with pytest.raises(pytest.fail.Exception, match="full softmax"):  # longer than before
+        identifiers.run(tmp_path, console, *arguments[:3], 50.0, *arguments[4:])
 
 
 def test_bench_towers(tmp_path, monkeypatch):

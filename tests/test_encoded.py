@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import manyclass
-from manyclass import FullSoftmax, SampledSoftmax, functional
+from manyclass import FullSoftmax, SampledSoftmax, encoded, functional
 
 N, D, M = 40, 5, 12
 COUNTS = torch.arange(N) + 1
@@ -145,6 +146,28 @@ def test_chunks_are_encoded_again_with_the_same_random_numbers():
     assert all(part.training for part in tower.modules())
 
 
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_activations_of_one_chunk_are_alive(recomputed, monkeypatch):
+    """What an encoder computes for a chunk is gone before the next chunk, in both passes."""
+    tower, storages, alive = Tower(), [], []
+
+    def count(module, inputs, hidden):
+        storages.append(StorageWeakRef(hidden.untyped_storage()))
+        alive.append(sum(not storage.expired() for storage in storages))
+
+    tower.layers[1].register_forward_hook(count)
+    head = SampledSoftmax(D, N, "uniform", 1000, scope="batch", classes=tower, chunk_size=8)
+    head(*batch())  # encodes all
+    if not recomputed:
+        monkeypatch.setattr(encoded, "checkpoint", lambda part, chunk, use_reentrant: part(chunk))
+    storages.clear()
+    alive.clear()
+    head(*batch()).backward()
+    chunks = math.ceil(N / 8)
+    assert len(alive) >= chunks * (2 if recomputed else 1)
+    assert max(alive) == (1 if recomputed else chunks)
+
+
 def test_the_encoder_is_asked_as_for_a_prediction_outside_of_steps():
     tower = Tower(dropout=0.5)
     tower.layers[1].eval()
@@ -254,12 +277,16 @@ def test_the_full_softmax_encodes_all_classes(chunk_size):
 @pytest.mark.parametrize("name", ["blocks", "quadratic", "softmax"])
 def test_a_checkpoint_resumes_exactly(name):
     options = {"chunk_size": 8, **SAMPLERS[name]}
-    head = SampledSoftmax(D, N, name, M, classes=Tower(), **options)
+    head, unsaved = (SampledSoftmax(D, N, name, M, classes=Tower(), **options) for _ in range(2))
     train(head, 5)
+    train(unsaved, 5)
     other = SampledSoftmax(D, N, name, M, classes=Tower(seed=1), **options)
     other.load_state_dict(copy.deepcopy(head.state_dict()))
-    assert train(head, 5, seed=10) == train(other, 5, seed=10)
-    assert torch.equal(head.weight, other.weight)
+    losses = train(unsaved, 5, seed=10)
+    for layer in (head, other):  # saving changes nothing
+        assert train(layer, 5, seed=10) == losses
+        assert torch.equal(layer.weight, unsaved.weight)
+        assert torch.equal(layer.cache.encoded_at, unsaved.cache.encoded_at)
 
 
 def test_a_checkpoint_of_a_fresh_layer_is_fresh():

@@ -41,6 +41,14 @@ def write_sequences(folder, users=60):
     return file
 
 
+def write_items(folder, items=30):
+    """Attributes of the items of `write_sequences`, and of some that nobody takes."""
+    file = folder / "items.csv"
+    lines = [f"{item},{'ab'[item % 2]},{item},thing {item} {item % 5}" for item in range(items)]
+    file.write_text("\n".join(["item,kind,price,title", *lines]) + "\n")
+    return file
+
+
 def write_documents(folder, documents=80):
     file = folder / "documents.txt"
     lines = [
@@ -55,6 +63,8 @@ def settings_of(name, folder, **options):
     common = {"features": 16, "threads": 1, "evaluations": 3, "out": folder / "run", **options}
     if name == "lm":
         return LanguageSettings(text=[write_text(folder)], batch=4, length=5, **common)
+    if common.get("item_feature"):
+        common["items"] = write_items(folder)
     if name == "next-item":
         return NextItemSettings(interactions=write_sequences(folder), batch=8, **{"history": 5, **common})
     return ClassifySettings(data=write_documents(folder), batch=8, **common)
@@ -78,6 +88,10 @@ CASES = [
     ("classify", {"sampler": "full", "prediction": "absolute"}),
     ("classify", {"optimizer": "adam", "lr": 0.01}),
     ("next-item", {"optimizer": "adamw", "lr": 0.01, "tied": True}),
+    ("lm", {"output": "characters", "num_samples": 5, "own": 2, "layers": 2}),
+    ("lm", {"output": "characters", "sampler": "in_batch", "tied": True}),
+    ("next-item", {"item_feature": ["kind", "price:number", "title:text"], "num_samples": 5, "own": 2}),
+    ("next-item", {"item_feature": ["title:text"], "sampler": "full", "model": "feed-forward", "tied": True}),
 ]
 
 

@@ -119,6 +119,11 @@ class ClassEmbeddings(nn.Module):
         """Offsets per class, shape ``(num_classes,)``: a view of the parameter ``bias_embedding.weight``."""
         return None if self.bias_embedding is None else self.bias_embedding.weight.squeeze(-1)
 
+    @property
+    def fresh(self) -> bool:
+        """Whether `weight` is what the encoder would make now; always so for a table."""
+        return self.cache is None or self._automatic() or self.cache.is_fresh(self._sources())
+
     def refresh(self) -> None:
         """Encode all classes, so that ``eval()``, `log_prob` and `topk` are exact: n classes through the encoder."""
         if self.cache is not None:

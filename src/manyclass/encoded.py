@@ -91,7 +91,7 @@ class Cache(Counters):
     rows: Tensor
     encoded_at: Tensor
 
-    counters = ("started", "fresh", "steps", "cursor", "round_began")
+    counters = ("started", "fresh", "steps", "cursor", "round_began", "flushed")
 
     def __init__(self, num_classes: int, in_features: int, device: Any, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -102,6 +102,8 @@ class Cache(Counters):
         self.started, self.fresh = False, False
         #: Steps so far; where the sweep is, and the step when its present round began.
         self.steps, self.cursor, self.round_began = 0, 0, 0
+        #: Rows of the last step that a checkpoint had written before the next step began.
+        self.flushed = 0
         self._waiting: tuple[Tensor, Tensor | None] | None = None
         self._versions: tuple[int, ...] = ()
         self._warned = False
@@ -124,26 +126,32 @@ class Cache(Counters):
         if not self.started:
             self.refresh(embed, parameters)
             return None
-        written = self.flush(embed)
-        due = self._due(len(written) // SWEEP)
+        written = self._write_waiting(embed, self.steps)
+        due = self._due((len(written) + self.flushed) // SWEEP)
+        self.flushed = 0
         if len(due):
-            self._write(due, embed(due))
+            self._write(due, embed(due), self.steps)
         return torch.cat([written, due])
 
     @torch.no_grad()
     def flush(self, embed: Encode) -> Tensor:
-        """Write the rows that wait, and return their classes."""
+        """Write the rows that wait for the next step, for a checkpoint, and return their classes."""
+        ids = self._write_waiting(embed, self.steps + 1)
+        self.flushed += len(ids)
+        return ids
+
+    def _write_waiting(self, embed: Encode, step: int) -> Tensor:
         if self._waiting is None:
             return torch.empty(0, dtype=torch.long, device=self.rows.device)
         ids, rows = self._waiting
         self._waiting = None
         ids = ids.to(self.rows.device)  # the layer may have moved since
-        self._write(ids, embed(ids) if rows is None else rows)
+        self._write(ids, embed(ids) if rows is None else rows, step)
         return ids
 
-    def _write(self, ids: Tensor, rows: Tensor) -> None:
+    def _write(self, ids: Tensor, rows: Tensor, step: int) -> None:
         self.rows[ids] = rows.to(self.rows)
-        self.encoded_at[ids] = self.steps
+        self.encoded_at[ids] = step
 
     def _due(self, number: int) -> Tensor:
         """Take at most ``number`` classes, in turn, that were not encoded since the sweep began its present round."""
@@ -160,9 +168,9 @@ class Cache(Counters):
     @torch.no_grad()
     def refresh(self, embed: Encode, parameters: Iterable[Tensor], chunk_size: int = 1 << 14) -> None:
         """Encode all classes; ``parameters`` are those of the encoder."""
-        self._waiting = None
+        self._waiting, self.flushed = None, 0
         for ids in torch.arange(len(self.rows), device=self.rows.device).split(chunk_size):
-            self._write(ids, embed(ids))
+            self._write(ids, embed(ids), self.steps)
         self.cursor, self.round_began = 0, self.steps
         self.started, self.fresh, self._warned = True, True, False
         self.notice(parameters)
@@ -191,7 +199,7 @@ class Cache(Counters):
 
     def age(self) -> float:
         """Mean number of steps since a class was encoded."""
-        return float((self.steps - self.encoded_at).double().mean())
+        return float((self.steps - self.encoded_at).clamp(min=0).double().mean())
 
     def extra_repr(self) -> str:
         """Show the size."""

@@ -48,6 +48,26 @@ def draws(out: Out = Path("out"), threads: Threads = None) -> None:
 
 
 @app.command()
+def identifiers(
+    text: Annotated[list[Path], typer.Option(help="A text of many different words, such as source code; repeatable.")],
+    min_count: Annotated[int, typer.Option(min=1, help="Classes are words that occur at least this often.")] = 3,
+    features: Annotated[int, typer.Option(min=1, help="Size of embeddings and hidden layers.")] = 64,
+    seconds: Annotated[float, typer.Option(min=0.1, help="CPU seconds of training for each method.")] = 150.0,
+    every: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 500,
+    positions: Annotated[int, typer.Option(min=1, help="Held-out positions of an evaluation.")] = 1000,
+    out: Out = Path("out"),
+    threads: Threads = 1,
+) -> None:
+    """Words that a network encodes from characters: in-batch negatives, pools and blocks, at equal steps and time.
+
+    Methods that the CSV file in --out has already are not trained again.
+    """
+    from ..bench import identifiers
+
+    identifiers.run(out, start(out, threads), text, min_count, features, seconds, every, positions)
+
+
+@app.command()
 def optim(
     classes: Annotated[int, typer.Option(min=1000, help="Number of classes.")] = 1_000_000,
     out: Out = Path("out"),

@@ -11,6 +11,9 @@ from ..sampled import SampledSoftmax
 from . import state
 from .shard import RankShard
 
+#: Numbers of a cache that differ between ranks.
+SWEEP = ("cursor", "round_began", "flushed")
+
 
 class ShardedSampledSoftmax(SampledSoftmax):
     """`SampledSoftmax` with the classes sharded over processes: each holds, samples and learns its part of them.
@@ -65,7 +68,7 @@ class ShardedSampledSoftmax(SampledSoftmax):
 
     def shard_state(self) -> dict[str, Any]:
         """Return what `state_dict` leaves out, this rank's sampler, to resume exactly on the same number of ranks."""
-        sweep = None if self.cache is None else (self.cache.cursor, self.cache.round_began)
+        sweep = None if self.cache is None else [getattr(self.cache, name) for name in SWEEP]
         state = {"sampler": self.sampler.state_dict(), "touched": self.get_extra_state(), "sweep": sweep}
         return {"layout": self._layout(), **state}
 
@@ -75,7 +78,8 @@ class ShardedSampledSoftmax(SampledSoftmax):
             self.sampler.load_state_dict(found["sampler"])
             self.set_extra_state(found["touched"])
             if self.cache is not None:
-                self.cache.cursor, self.cache.round_began = found["sweep"]
+                for name, number in zip(SWEEP, found["sweep"], strict=True):
+                    setattr(self.cache, name, number)
 
     def _layout(self) -> list[int]:
         return [self.shard.first, self.shard.last, self.num_classes]

@@ -15,6 +15,7 @@ from .. import checks, functional
 from ..diagnostics import Measured
 from ..functional import Margin
 from ..samplers import Draw, Sampler
+from ..samplers.draw import without
 from ..shard import Examples, Shard, Tables
 from . import collectives, stratum
 from .allocation import SPLITS, allocate, even
@@ -50,7 +51,8 @@ class RankShard(Shard):
             raise ValueError(
                 f"num_classes must leave 2 classes or more to each of {self.ranks} ranks, got {num_classes}"
             )
-        self._examples = 0
+        # Targets of the last batch, of all ranks; and how many each example has here, if they have several.
+        self._examples, self._labels = 0, torch.Size()
 
     @torch.no_grad()
     def initialise(self, parameters: Iterable[nn.Parameter], bound: float) -> None:
@@ -77,21 +79,29 @@ class RankShard(Shard):
 
     def gather(self, query: Tensor, target: Tensor, context: Tensor | None) -> Examples:
         """Gather the examples of all ranks."""
-        if target.dim() == 2:
-            raise ValueError(f"target must have shape (*batch), got {target.shape[1]} for each example: not if sharded")
-        numbers = target.unsqueeze(-1) if context is None else torch.stack([target, context], dim=-1)
-        everyone, rows, (numbers,) = self._gather(query, numbers)
-        target = numbers[:, 0] - self.first
-        target = torch.where((target >= 0) & (target < self.last - self.first), target, -1)
-        self._examples = len(everyone)
+        self._labels = target.shape[1:]
+        labels = target if target.dim() == 2 else target.unsqueeze(-1)
+        if target.dim() == 2:  # ranks may have padded theirs to different widths
+            width = torch.tensor(labels.shape[1], device=labels.device)
+            most = int(collectives.gathered(width, self.group, "the number of targets").max())
+            labels = F.pad(labels, (0, most - labels.shape[1]), value=-1)
+        extra = [] if context is None else [context.unsqueeze(-1)]
+        everyone, rows, (numbers,) = self._gather(query, torch.cat([labels, *extra], dim=-1))
+        labels = numbers[:, : labels.shape[1]]
+        self._examples = int((labels >= 0).sum()) if target.dim() == 2 else len(everyone)
+        labels = torch.where((labels >= self.first) & (labels < self.last), labels - self.first, -1)
+        target = labels if target.dim() == 2 else labels.squeeze(-1)
         if self.replicas is not None:
             total = target.new_tensor(self._examples)
             self._examples = int(collectives.summed(total, self.replicas, "the number of examples"))
-        return Examples(everyone, target, None if context is None else numbers[:, 1], rows)
+        return Examples(everyone, target, None if context is None else numbers[:, -1], rows)
 
     def draw(self, sampler: Sampler, examples: Examples, number: int, generator: torch.Generator | None) -> Draw:
         """Draw this rank's part of ``number`` negatives, for the examples of all ranks."""
-        query, target, context, _ = examples
+        query, target, context, rows = examples
+        if target.dim() == 2:
+            nobody = target.new_full((len(target),), -1)
+            return without(self.draw(sampler, Examples(query, nobody, context, rows), number, generator), target)
         units, pooled = max(self.ranks, number), sampler.scope == "batch"
         if self.split == "even":
             share = even(units, self.ranks, self.rank)
@@ -112,8 +122,10 @@ class RankShard(Shard):
         return self._combine((loss + positive, positive), rows)
 
     def _combine(self, terms: tuple[Tensor, Tensor], rows: list[int]) -> Tensor:
-        found = collectives.exchanged(torch.stack(terms, dim=-1), rows, self.group)
-        return found[..., 0].logsumexp(dim=0) - found[..., 1].sum(dim=0)
+        found = collectives.exchanged(torch.stack(terms, dim=-1).flatten(1), rows, self.group)
+        found = found.unflatten(-1, (-1, 2))
+        losses = found[..., 0].logsumexp(dim=0) - found[..., 1].sum(dim=0)
+        return losses[:, : self._labels[0]] if self._labels else losses.squeeze(-1)
 
     def mean_rows(self, rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Average over the ranks that hold the same classes."""

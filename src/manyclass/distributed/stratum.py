@@ -39,18 +39,20 @@ def exact(
 ) -> tuple[Tensor, Tensor]:
     """Log-sum-exp of all classes of this shard, and the output of the positive if it is here, or 0; both ``(batch,)``.
 
+    With several positives ``(batch, k)`` both have this shape, and each sum leaves the other positives out.
     The sum of the first over shards, in the log domain, less the sum of the second is the loss. The gradients of the
     class weights are dense.
     """
     weight, bias = _whole(weight, bias, replicas)
     offsets = None if bias is None else bias.squeeze(-1)
-    labels = target.unsqueeze(-1)
-    positive = functional.positive_outputs(query, weight, offsets, labels, prediction).squeeze(-1)
-    if margin is None:
+    labels = target if target.dim() == 2 else target.unsqueeze(-1)
+    positive = functional.positive_outputs(query, weight, offsets, labels, prediction).reshape(target.shape)
+    positive = positive if margin is None else margin(positive)
+    if margin is None and target.dim() == 1:
         log_z = functional.log_partition(query, weight, offsets, prediction=prediction)
     else:
-        positive = margin(positive)
         rest = functional.log_partition(query, weight, offsets, prediction=prediction, exclude=labels)
+        rest = rest.unsqueeze(-1).expand_as(labels).reshape(target.shape)
         log_z = torch.where(target >= 0, torch.logaddexp(rest, positive), rest)
     return log_z, torch.where(target >= 0, positive, 0.0)
 

@@ -40,6 +40,7 @@ def evaluate(
         _check_probe(model, task)
     training, processes = model.training, Processes(*task.part)
     model.eval()
+    model.refresh()
     sums: dict[str, float] = {}
     targets = queries = 0
     state = None

@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from .records import quoted
 from .settings import FULL, SOFTMAX, Settings
 from .tasks import Batch, Task
 from .tasks.base import IGNORE
+
+#: Classes that a tower encodes at a time.
+ENCODED = 1 << 13
 
 
 class Prediction(NamedTuple):
@@ -38,12 +41,16 @@ class Model(nn.Module):
         self.task, self.recurrent = task, task.recurrent
         self._parallel: list[nn.Module] = []  # in a list, so that its parameters do not count twice
         self.trunk = task.trunk()
-        embedding = None
-        full = settings.sampler == FULL
-        if getattr(settings, "tied", False):
-            embedding = cast(nn.Embedding, self.trunk.embedding)
+        tied = getattr(settings, "tied", False)
+        embedding, tower = None, self.trunk.embedding if tied else task.tower()
+        if isinstance(tower, nn.Embedding):
+            embedding, tower = tower, None
             embedding.sparse = settings.draws
+        full = settings.sampler == FULL
         options: dict[str, Any] = {"prediction": settings.prediction, "embedding": embedding, "ignore_index": IGNORE}
+        if tower is not None:
+            _check_tower(task)
+            options |= {"classes": tower, "chunk_size": ENCODED}
         features = settings.features  # pyright: ignore[reportAttributeAccessIssue]
         sharded = task.part[1] > 1
         if sharded and embedding is not None:
@@ -102,6 +109,11 @@ class Model(nn.Module):
         values, ids = cosine.topk(min(k, len(cosine) - 1))
         return [Prediction(self._name(i), value) for i, value in zip(ids.tolist(), values.tolist(), strict=True)]
 
+    def refresh(self) -> None:
+        """Bring the embeddings of classes that a network makes up to date, if they are not, for exact results."""
+        if not getattr(self.head, "fresh", True):
+            self.head.refresh()
+
     @property
     def shard(self) -> Shard:
         """The classes that this process holds: all of them for layers that cannot be sharded."""
@@ -145,6 +157,14 @@ class Model(nn.Module):
             first = next(other for other, same in self.named_parameters() if same is parameter)
             shared[name] = weights[first]
         self.load_state_dict({**self.buffers_and_extras(), **shared, **rest})
+
+
+def _check_tower(task: Task[Any]) -> None:
+    """Raise if the output layer cannot have classes that a network makes."""
+    if task.part[1] > 1:
+        raise ValueError("classes that a network makes are trained by one process; leave torchrun out")
+    if task.settings.loss != SOFTMAX:
+        raise ValueError(f"--loss {task.settings.loss} needs a table of class weights, not a network that makes them")
 
 
 def _baseline(settings: Settings, task: Task[Any], features: int, embedding: nn.Embedding | None) -> nn.Module:

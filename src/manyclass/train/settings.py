@@ -276,6 +276,14 @@ class LanguageSettings(Settings):
     heldout: Heldout = None
     test: Test = None
     min_count: MinCount = 2
+    output: Annotated[
+        Literal["table", "characters"],
+        _option(
+            MODEL,
+            "Where word embeddings come from, at the input and at the output: a table with a row for each word; or "
+            "its character n-grams, hashed, and a small network, so that weights do not grow with the vocabulary.",
+        ),
+    ] = "table"
     features: Features = 128
     layers: Layers = 1
     dropout: Dropout = 0.0
@@ -328,6 +336,18 @@ class NextItemSettings(Settings):
         "timestamp"
     )
     user_feature: Annotated[list[str] | None, _option(DATA, "Column with a feature of the user; repeatable.")] = None
+    items: Annotated[
+        Path | None, _option(DATA, "A table with a row for each item, in the column --item; for --item-feature.")
+    ] = None
+    item_feature: Annotated[
+        list[str] | None,
+        _option(
+            DATA,
+            "Column of --items that describes an item; repeatable. A network, the item tower, then makes item "
+            "embeddings of these columns instead of learning a row for each item, and items that nobody took yet can "
+            "be predicted. A column is a category; `price:number` and `title:text` are not.",
+        ),
+    ] = None
     user_first: Annotated[bool, _option(DATA, "The first word of each line of a text is its user.", "--user-first")] = (
         False
     )
@@ -352,6 +372,10 @@ class NextItemSettings(Settings):
         self.sep = {"tab": "\t", "\\t": "\t"}.get(self.sep or "", self.sep)
         if self.sep is not None and (not self.sep or set(self.sep) & set('\r\n"\0')):
             raise ValueError(f"--sep must be characters within a line, got {quoted(self.sep)}")
+        if (self.items is None) != (not self.item_feature):
+            raise ValueError("--items FILE and --item-feature COLUMN need each other: the table, and what to use of it")
+        if self.item_feature and self.init is not None:
+            raise ValueError("--init takes no --item-feature: the values of another run's columns have other numbers")
         if self.sequences and (self.sep is not None or self.no_header):
             raise ValueError("--sequences is for one sequence per line, so it takes no --sep and no --no-header")
 

@@ -300,6 +300,7 @@ def load(run: Run) -> tuple[Model, Task[Any], int]:
         task = kind(settings, run.data, _vocabulary(run, config))
         model = Model(task, settings)
         step = saved.restore_model(run, model)
+        model.refresh()
     return model.eval(), task, step
 
 

@@ -14,7 +14,7 @@ from .files import bare_suffix
 Record = dict[str, str | None]
 #: Names of columns that a message lists.
 LISTED = 20
-#: What RecBole calls the columns of its ``.inter`` files, after a colon and a type are cut off.
+#: What RecBole calls the columns of its ``.inter`` and ``.item`` files, after a colon and a type are cut off.
 RECBOLE = {"user": "user_id", "item": "item_id"}
 
 
@@ -56,7 +56,7 @@ class Columns:
         A number stands for the column at that place, counted from 1, if no column has that name.
         """
         wanted, names = list(dict.fromkeys((self.user, self.item, self.timestamp, *self.features))), list(names)
-        recbole = bare_suffix(file) == ".inter"
+        recbole = bare_suffix(file) in (".inter", ".item")
         known = {name.partition(":")[0] if recbole else name: name for name in names}
         usual = _usual_places(len(names)) if headerless else RECBOLE if recbole else {}
         found = {}

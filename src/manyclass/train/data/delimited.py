@@ -12,11 +12,12 @@ from ..records import first_line
 from .columns import Batch, Columns, Layout, Record
 from .files import LONGEST, Advance, bare_suffix, decode_lines, open_bytes
 
-#: What is between the fields, and whether the first line has names. ``.inter`` is RecBole's, the last two MovieLens's.
+#: What is between the fields, and whether the first line has names. Two are RecBole's, the last two MovieLens's.
 SUFFIXES = {
     ".csv": (",", True),
     ".tsv": ("\t", True),
     ".inter": ("\t", True),
+    ".item": ("\t", True),
     ".data": ("\t", False),
     ".dat": ("::", False),
 }

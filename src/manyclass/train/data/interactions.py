@@ -48,11 +48,14 @@ def read_interactions(
     features: Sequence[str] = (),
     user_first: bool = False,
     min_count: int = 1,
+    known: Sequence[str] = (),
     late: tuple[float, ...] = (),
     layout: Layout = USUAL,
     advance: Advance = ignore,
 ) -> Interactions:
-    """Read interactions to train on; items seen less than ``min_count`` times are dropped.
+    """Read interactions to train on; items seen less than ``min_count`` times are dropped, unless they are ``known``.
+
+    Items that are ``known``, each once, are classes even if nobody took them.
 
     ``.csv``, ``.tsv``, ``.inter``, ``.parquet``, ``.jsonl`` and ``.ndjson`` have the named columns. ``.data`` and
     ``.dat``, as of MovieLens, have no header: their columns are numbered from 1. The items of a user are put in the
@@ -70,13 +73,17 @@ def read_interactions(
     columns = Columns(user, item, timestamp, features)
     with read_entries(file, folder, columns, user_first, advance, layout) as entries:
         counts = tally(entries.items.chunks(), len(entries.item_names))
-        order = ranking(counts, min_count)
+        numbers = {item_name: index for index, item_name in enumerate(entries.item_names)} if known else {}
+        listed = np.array([numbers[item_name] for item_name in known if item_name in numbers], dtype=np.int64)
+        order = ranking(counts, min_count, listed)
+        cold = [item_name for item_name in known if item_name not in numbers]
         if len(order) < 2:
             only = f"only one item, {quoted(entries.item_names[0])}"
             which = only if len(counts) == 1 else f"{len(order)} of {len(counts)} items"
             rare = "" if min_count == 1 else f" seen min_count={min_count} times"
             raise ValueError(f"{file}: {which}{rare}; at least 2 are needed")
-        vocabulary = Vocabulary([entries.item_names[index] for index in order], counts[order])
+        names = [*(entries.item_names[index] for index in order), *cold]
+        vocabulary = Vocabulary(names, np.append(counts[order], np.zeros(len(cold), dtype=np.int64)))
         feature_names = [UNKNOWN]
         for column, values in zip(features, entries.features, strict=True):
             feature_names += [f"{column}={value}" for value in values.names.numbers]

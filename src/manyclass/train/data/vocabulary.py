@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from ..atomic import replacing
@@ -54,10 +55,15 @@ def numbering() -> defaultdict[Any, int]:
     return numbers
 
 
-def ranking(counts: np.ndarray, min_count: int) -> np.ndarray:
-    """Indices by falling count, equal counts by index; those that count less than ``min_count`` are left out."""
+def ranking(counts: np.ndarray, min_count: int, listed: npt.ArrayLike = ()) -> np.ndarray:
+    """Indices by falling count, equal counts by index.
+
+    Those that count less than ``min_count`` are left out, unless they are ``listed``.
+    """
+    kept = counts >= min_count
+    kept[np.asarray(listed, dtype=np.int64)] = True
     order = np.argsort(-counts, kind="stable")
-    return order[: np.count_nonzero(counts >= min_count)]
+    return order[kept[order]]
 
 
 def inverse(order: np.ndarray, size: int, missing: int) -> np.ndarray:

@@ -3,5 +3,6 @@
 from .classifier import BagOfFeatures
 from .language import LSTM
 from .next_item import FeedForward, Transformer
+from .towers import Attributes, Tower
 
-__all__ = ["LSTM", "BagOfFeatures", "FeedForward", "Transformer"]
+__all__ = ["LSTM", "Attributes", "BagOfFeatures", "FeedForward", "Tower", "Transformer"]

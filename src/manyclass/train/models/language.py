@@ -2,6 +2,8 @@
 
 from torch import Tensor, nn
 
+from .towers import look_up, table
+
 State = tuple[Tensor, Tensor]
 
 
@@ -13,12 +15,14 @@ class LSTM(nn.Module):
         features: size of the embeddings and of the hidden state.
         layers: stacked LSTMs.
         dropout: share of the values that are dropped before, between and after the layers.
+        tower: instead of a table of input embeddings: maps words ``(k,)`` to embeddings ``(k, features)``.
     """
 
-    def __init__(self, num_classes: int, features: int, layers: int = 2, dropout: float = 0.0) -> None:
+    def __init__(
+        self, num_classes: int, features: int, layers: int = 2, dropout: float = 0.0, tower: nn.Module | None = None
+    ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(num_classes, features, sparse=True)
-        nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
+        self.embedding = table(num_classes, features) if tower is None else tower
         self.lstm = nn.LSTM(features, features, layers, batch_first=True, dropout=dropout if layers > 1 else 0.0)
         self.dropout = nn.Dropout(dropout)
 
@@ -28,5 +32,5 @@ class LSTM(nn.Module):
         state: State | None = None,
     ) -> tuple[Tensor, State]:
         """Hidden states ``(batch, time, features)``, and the state to go on from, cut from the graph."""
-        hidden, (h, c) = self.lstm(self.dropout(self.embedding(tokens)), state)
+        hidden, (h, c) = self.lstm(self.dropout(look_up(self.embedding, tokens)), state)
         return self.dropout(hidden), (h.detach(), c.detach())

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from .towers import look_up, table
+
 
 class FeedForward(nn.Module):
     """The paper's recommender: the previous items and the user's features → two hidden layers.
@@ -14,6 +16,7 @@ class FeedForward(nn.Module):
         user_values: number of distinct values of all user features together.
         user_features: number of user features.
         dropout: share of the values that are dropped before the last layer.
+        tower: instead of a table of item embeddings: maps items ``(k,)`` to embeddings ``(k, features)``.
     """
 
     def __init__(
@@ -24,10 +27,11 @@ class FeedForward(nn.Module):
         user_values: int = 1,
         user_features: int = 0,
         dropout: float = 0.0,
+        tower: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.embedding = _embedding(num_classes, features)
-        self.users = _embedding(user_values, features) if user_features else None
+        self.embedding = table(num_classes, features) if tower is None else tower
+        self.users = table(user_values, features) if user_features else None
         columns = (history + user_features) * features
         self.layers = nn.Sequential(
             nn.Linear(columns, 2 * features), nn.ReLU(), nn.Dropout(dropout), nn.Linear(2 * features, features)
@@ -57,6 +61,7 @@ class Transformer(nn.Module):
         layers: attention layers.
         heads: attention heads in each.
         dropout: share of the values that are dropped.
+        tower: instead of a table of item embeddings, as in `FeedForward`.
     """
 
     def __init__(
@@ -69,12 +74,13 @@ class Transformer(nn.Module):
         layers: int = 2,
         heads: int = 2,
         dropout: float = 0.0,
+        tower: nn.Module | None = None,
     ) -> None:
         super().__init__()
         if features % heads:
             raise ValueError(f"features must be a multiple of the {heads} attention heads, got {features}")
-        self.embedding = _embedding(num_classes, features)
-        self.users = _embedding(user_values, features) if user_features else None
+        self.embedding = table(num_classes, features) if tower is None else tower
+        self.users = table(user_values, features) if user_features else None
         self.heads = heads
         self.position = nn.Parameter(torch.zeros(history, features))
         layer = nn.TransformerEncoderLayer(
@@ -102,12 +108,6 @@ class Transformer(nn.Module):
         return self.encoder(self.dropout(hidden), mask=blocked.repeat_interleave(self.heads, dim=0))
 
 
-def _embedding(rows: int, features: int) -> nn.Embedding:
-    embedding = nn.Embedding(rows, features, sparse=True)
-    nn.init.uniform_(embedding.weight, -0.1, 0.1)
-    return embedding
-
-
-def _look_up(embedding: nn.Embedding, items: Tensor) -> Tensor:
+def _look_up(embedding: nn.Module, items: Tensor) -> Tensor:
     """Embeddings of items, zero where there is none."""
-    return embedding(items.clamp(min=0)) * (items >= 0).unsqueeze(-1)
+    return look_up(embedding, items.clamp(min=0)) * (items >= 0).unsqueeze(-1)

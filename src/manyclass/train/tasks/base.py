@@ -72,6 +72,10 @@ class Task(ABC, Generic[S]):
     def trunk(self) -> nn.Module:
         """The model below the output layer."""
 
+    def tower(self) -> nn.Module | None:
+        """A network that encodes classes, if there is to be one instead of a table of class embeddings."""
+        return None
+
     @abstractmethod
     def batch(self, step: int) -> Batch:
         """The batch of a step, counted from 0."""
@@ -130,6 +134,11 @@ def read_facts(folder: Path) -> dict[str, Any]:
 def tensor(array: np.ndarray) -> Tensor:
     """Class ids as torch wants them; copies what is memory-mapped."""
     return torch.from_numpy(np.asarray(array, dtype=np.int64))
+
+
+def copied(array: np.ndarray) -> Tensor:
+    """An array in memory that may be mapped now."""
+    return torch.from_numpy(np.array(array))
 
 
 def every(rows: Any, limit: int | None) -> Any:

@@ -4,15 +4,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ..data import Vocabulary
+from ..data.characters import BUCKETS, write_ngrams
 from ..data.files import Advance
+from ..data.ragged import Ragged
 from ..data.spool import load_array
 from ..data.text import WORD, encode_text, prepare_text, python_sources
-from ..models import LSTM
+from ..models import LSTM, Attributes, Tower
 from ..settings import LanguageSettings
-from .base import Batch, Task, own_part, tensor, write_facts
+from .base import Batch, Task, copied, own_part, tensor, write_facts
 
 #: Without a held-out file, this share of the text, its end, but at most so many words.
 HELDOUT = 0.05
@@ -53,6 +56,7 @@ class Language(Task[LanguageSettings]):
         if settings.test is not None:
             self.test_streams = self._streams(load_array(folder / "test.npy", np.int32, self.num_classes))
             self.test_examples = self.test_streams.shape[0] * (self.test_streams.shape[1] - 1)
+        self.attributes = self._attributes(folder) if settings.output == "characters" else None
         self.train_examples = self.steps_per_epoch * settings.batch * settings.length
         self.heldout_examples = self.heldout_streams.shape[0] * (self.heldout_streams.shape[1] - 1)
 
@@ -79,12 +83,25 @@ class Language(Task[LanguageSettings]):
             if file is not None:
                 encode_text([file], folder / f"{name}.npy", vocabulary, **options)
                 facts += _facts(str(file), folder / f"{name}.npy", vocabulary)
+        if settings.output == "characters":
+            write_ngrams(vocabulary.names, folder, "characters")
         write_facts(folder, facts)
         return vocabulary
 
     def trunk(self) -> nn.Module:
         """The paper's LSTM."""
-        return LSTM(self.num_classes, self.settings.features, self.settings.layers, self.settings.dropout)
+        settings = self.settings
+        return LSTM(self.num_classes, settings.features, settings.layers, settings.dropout, self.tower())
+
+    def tower(self) -> nn.Module | None:
+        """A network on character n-grams, with ``--output characters``."""
+        return None if self.attributes is None else Tower(self.attributes, self.settings.features)
+
+    def _attributes(self, folder: Path) -> Attributes:
+        grams, none = Ragged.load(folder, "characters", BUCKETS), torch.empty(self.num_classes, 0)
+        if len(grams) != self.num_classes:
+            raise ValueError(f"{folder / 'characters'}: not of the words of the vocabulary")
+        return Attributes(none.int(), 0, none, [(copied(grams.values), copied(grams.offsets))], BUCKETS)
 
     def batch(self, step: int) -> Batch:
         """The next ``length`` words of all streams."""

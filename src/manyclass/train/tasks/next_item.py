@@ -12,12 +12,13 @@ from ..data import Vocabulary
 from ..data.columns import Layout
 from ..data.files import Advance
 from ..data.interactions import encode_interactions, read_interactions
+from ..data.items import TEXTS, Feature, Items, Table, read_items, write_items
 from ..data.ragged import Ragged
 from ..data.spool import load_array
-from ..models import FeedForward, Transformer
+from ..models import Attributes, FeedForward, Tower, Transformer
 from ..records import quoted, typed
 from ..settings import NextItemSettings
-from .base import EVALUATED, IGNORE, Batch, Task, every, read_facts, tensor, write_facts
+from .base import EVALUATED, IGNORE, Batch, Task, copied, every, read_facts, tensor, write_facts
 
 HISTORY = {"transformer": 50, "feed-forward": 3}
 #: Without a held-out file, the last items of every user who has so many.
@@ -133,6 +134,7 @@ class NextItem(Task[NextItemSettings]):
         columns = {*(each.users.shape[1] for each in parts), len(settings.user_feature or ())}
         if len(columns) > 1:
             raise ValueError(f"{folder}: the users do not have the features that the settings name")
+        self.attributes = self._attributes(folder) if settings.item_feature else None
         # The transformer predicts at all places of a window, the network only what comes after it.
         self.each = settings.model == "transformer"
         self.examples = self.train.windows(self.history) if self.each else self.train.targets
@@ -156,24 +158,43 @@ class NextItem(Task[NextItemSettings]):
             "layout": Layout(settings.sep, settings.no_header, settings.encoding, settings.sequences),
             "advance": advance,
         }
-        train = read_interactions(settings.interactions, folder, "train", min_count=settings.min_count, **options)
+        features, table = [Feature.parse(text) for text in settings.item_feature or ()], None
+        if settings.items is not None:
+            table = read_items(settings.items, settings.item, features, settings.encoding, advance)
+        known = () if table is None else table.names
+        rule = {"min_count": settings.min_count, "known": known}
+        train = read_interactions(settings.interactions, folder, "train", **rule, **options)
         vocabulary, feature_names, facts = train.vocabulary, train.feature_names, train.facts
         del options["late"]
         for name, file in (("heldout", settings.heldout), ("test", settings.test)):
             if file is not None:
                 facts += encode_interactions(file, folder, name, vocabulary, feature_names, **options).facts
-        write_facts(folder, facts, feature_names=feature_names)
+        item_values = 1
+        if table is not None:
+            item_values = write_items(table, features, vocabulary.names, folder)
+            facts += _item_facts(settings, table, vocabulary)
+        write_facts(folder, facts, feature_names=feature_names, item_values=item_values)
         return vocabulary
 
     def trunk(self) -> nn.Module:
         """The paper's network, or a transformer."""
         settings = self.settings
-        users = {"user_values": len(self.feature_names), "user_features": len(settings.user_feature or ())}
+        more: dict[str, Any] = {"user_values": len(self.feature_names), "dropout": settings.dropout}
+        more |= {"user_features": len(settings.user_feature or ()), "tower": self.tower()}
         if settings.model == "feed-forward":
-            return FeedForward(self.num_classes, settings.features, self.history, dropout=settings.dropout, **users)
-        return Transformer(
-            self.num_classes, settings.features, self.history, layers=settings.layers, dropout=settings.dropout, **users
-        )
+            return FeedForward(self.num_classes, settings.features, self.history, **more)
+        return Transformer(self.num_classes, settings.features, self.history, layers=settings.layers, **more)
+
+    def tower(self) -> nn.Module | None:
+        """A network on the attributes of the items, with ``--item-feature``."""
+        return None if self.attributes is None else Tower(self.attributes, self.settings.features)
+
+    def _attributes(self, folder: Path) -> Attributes:
+        features = [Feature.parse(text) for text in self.settings.item_feature or ()]
+        num_values: int = typed(read_facts(folder).get("item_values"), int, f"{folder}: item_values")
+        items = Items.load(folder, features, self.num_classes, num_values)
+        bags = [(copied(text.values), copied(text.offsets)) for text in items.texts]
+        return Attributes(copied(items.categories), num_values, copied(items.numbers), bags, TEXTS.buckets)
 
     def batch(self, step: int) -> Batch:
         """Some windows, in an order that is new in each epoch."""
@@ -223,6 +244,15 @@ class NextItem(Task[NextItemSettings]):
         """All items that follow another, and these."""
         places = self.train.targets[:]
         return tensor(self.train.items[places]), tensor(self.train.items[places - 1])
+
+
+def _item_facts(settings: NextItemSettings, table: Table, vocabulary: Vocabulary) -> list[str]:
+    """Say what the table of items was read as."""
+    described, cold = set(table.names), int((vocabulary.counts == 0).sum())
+    missing = sum(name not in described for name in vocabulary.names)
+    facts = [f"{settings.items}: {len(table.names):,} items, {cold:,} of them in no interaction"]
+    facts += [f"{missing:,} others are not in it, so nothing is known of them"] if missing else []
+    return [", ".join(facts)]
 
 
 def _split(settings: NextItemSettings) -> str | None:
