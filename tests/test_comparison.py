@@ -8,14 +8,14 @@ import pytest
 from rich.console import Console
 
 from manyclass import losses, samplers
-from manyclass.experiments import comparison, reproduce
+from manyclass.experiments import comparison, comparison_report, reproduce
 from manyclass.experiments.comparison import Result, Trial
 
 SMALL = reproduce.Dataset(
     "small",
     {"--interactions": "sequences.txt*"},
     "next-item --model feed-forward --features 8 --dropout 0 --batch 40",
-    {"quick": "--steps 12 --evaluations 2"},
+    {"quick": "--steps 99 --evaluations 2"},
 )
 
 
@@ -26,6 +26,7 @@ def data(tmp_path, monkeypatch):
     lines = [" ".join(f"i{(user + 3 * place) % 61}" for place in range(7)) for user in range(80)]
     (folder / "sequences.txt").write_text("\n".join(lines))
     monkeypatch.setitem(reproduce.DATASETS, "synth", SMALL)
+    monkeypatch.setitem(comparison.QUICK, "synth", "--steps 12")
     return tmp_path / "data"
 
 
@@ -47,7 +48,7 @@ def compare(data, out, methods):
     trials = [Trial("quick", "synth", method, 0) for method in methods]
     comparison.sweep(trials, data, out, 1, Console(file=io.StringIO()))
     console = Console(width=120, file=io.StringIO())
-    comparison.summarise("quick", ["synth"], out, console)
+    comparison_report.summarise("quick", ["synth"], out, console)
     return console.file.getvalue()
 
 
@@ -63,6 +64,7 @@ def test_a_comparison_is_trained_once_and_accumulates(tmp_path, data, launched):
     assert [row["method"] for row in rows] == ["full", "nce"]
     for row in rows:
         assert 0 < float(row["loss"]) < 2 * math.log(61)
+        assert 0 < float(row["cpu_seconds"]) < 60
         assert float(row["seconds"]) > 0
         assert int(row["steps"]) == 12
         assert float(row["megabytes"]) > 50
@@ -92,7 +94,7 @@ def test_every_method_is_a_command_that_trains(tmp_path):
 
 
 def result(method, loss, curve, seed=0, bias=math.nan):
-    return Result(Trial("quick", "synth", method, seed), loss, 0.3, 0.1, 10.0, 100, 200.0, bias, tuple(curve))
+    return Result(Trial("quick", "synth", method, seed), loss, 0.3, 0.1, 100, 10.0, 12.0, 200.0, bias, tuple(curve))
 
 
 def test_the_table_compares_with_the_full_softmax(tmp_path):
@@ -103,7 +105,7 @@ def test_the_table_compares_with_the_full_softmax(tmp_path):
         result("uniform", 6.0, [(1.0, 7.0), (2.0, 6.0)], bias=-0.5),
     ]
     console = Console(width=120, file=io.StringIO())
-    console.print(comparison.table("synth", results))
+    console.print(comparison_report.table("synth", results))
     lines = [line.split() for line in console.file.getvalue().splitlines() if "│" in line]
     cells = {line[1]: [cell for cell in line[2:] if cell != "│"] for line in lines}
     assert list(cells) == ["blocks", "full", "uniform"]  # best first

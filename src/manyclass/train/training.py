@@ -120,7 +120,7 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
         state.rows.append(_measured(model, task, state, steps, processes))
 
     while state.step < steps and not _patience_is_over(state, settings.patience):
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * schedule(settings.schedule, state.step / steps)
         if state.step % task.steps_per_epoch == 0:
@@ -133,6 +133,7 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
         optimizer.step()
         state.step += 1
         state.seconds += time.perf_counter() - started
+        state.cpu_seconds += time.process_time() - used
         state.total, state.count = state.total + float(loss.detach()), state.count + 1
         if state.step in milestones:
             optimisation.complete(optimizer)
@@ -204,7 +205,7 @@ def _measured(model: Model, task: Task[Any], state: State, steps: int, processes
     mean = processes.sums([state.total])[0] / (state.count * processes.world) if state.count else None
     ranks = [found.get(name) for name in ("recall@10", "recall@20", "ndcg@10", "mrr@10")]
     done = state.step, state.step / task.steps_per_epoch, state.seconds
-    return Metrics(*done, rate, mean, found["loss"], bias, number, *ranks)
+    return Metrics(*done, rate, mean, found["loss"], bias, number, *ranks, state.cpu_seconds)
 
 
 def _config(task: Task[Any], run: Run) -> dict[str, Any]:
