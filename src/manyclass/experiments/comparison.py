@@ -50,12 +50,12 @@ DATASETS = ("ptb", "diginetica", "synth")
 #: The presets of `reproduce` that have the settings, and shorter runs for quick ones: more than 20 methods take part.
 PRESETS = {"quick": "quick", "full": "paper"}
 QUICK = {
-    "ptb": "--steps 300 --evaluations 6 --eval-examples 3000",
-    "diginetica": "--steps 250 --evaluations 6 --eval-examples 2000",
-    "synth": "--steps 150 --evaluations 6 --eval-examples 2000",
+    "ptb": "--steps 200 --evaluations 5 --eval-examples 2000",
+    "diginetica": "--steps 150 --evaluations 5 --eval-examples 2000",
+    "synth": "--steps 100 --evaluations 5 --eval-examples 2000",
 }
 #: Held-out examples of the final evaluation in a quick run, the same for all methods; a full one takes all.
-LIMIT = 10_000
+LIMIT = 5_000
 
 CUTOFF = 20
 FILE, CURVES = "comparison.csv", "comparison-curves.csv"
