@@ -31,6 +31,7 @@ METHODS: dict[str, str] = {
     "nce": "--loss nce --sampler unigram --scope batch --num-samples 4096",
     "sce": "--loss sce",
     "hierarchical": "--loss hierarchical",
+    "hierarchical bisection": "--loss hierarchical",
     "head_tail": "--sampler head_tail --num-samples 64",
     "negative": "--loss negative --sampler unigram --power 0.75 --num-samples 64",
     "blackout": "--loss blackout --sampler unigram --power 0.75 --num-samples 64",
@@ -44,6 +45,8 @@ METHODS: dict[str, str] = {
     "two_pass": "--sampler two_pass --num-samples 64",
     "fourier": "--sampler fourier --num-samples 64",
 }
+#: Whose class vectors make the tree of a method. It is trained first, and that time does not count.
+TREES = {"hierarchical bisection": "blocks"}
 #: Left out by default: its draws are not native, and take seconds per step with tens of thousands of classes.
 SLOW = ("fourier",)
 DATASETS = ("ptb", "diginetica", "synth")
@@ -120,7 +123,14 @@ def arguments(trial: Trial, files: Mapping[str, Path], folder: Path) -> list[str
     if trial.preset == "quick":
         options += QUICK[trial.dataset].split()
     chosen = METHODS[trial.method].split()
+    if trial.method in TREES:
+        chosen += ["--tree", str(_classes(folder))]
     return ["train", *options, *chosen, "--seed", str(trial.seed), "--threads", "1", "--out", str(folder), "--resume"]
+
+
+def _classes(folder: Path) -> Path:
+    """Return where the run is that brings the class vectors for the run of a folder."""
+    return folder.with_name(f"{folder.name}-classes")
 
 
 def _job(trial: Trial, files: Mapping[str, Path], out: Path) -> Job:
@@ -129,10 +139,14 @@ def _job(trial: Trial, files: Mapping[str, Path], out: Path) -> Job:
     def keep_result() -> None:
         write([*read(out).values(), _result(trial, folder)], out)
         rmtree(folder)
+        rmtree(_classes(folder), ignore_errors=True)
 
     limit = ["--limit", str(LIMIT)] if trial.preset == "quick" else []
     evaluation = ["evaluate", str(folder), "--k", str(CUTOFF), *limit, "--threads", "1"]
-    return Job(" ".join(map(str, trial)), folder, (arguments(trial, files, folder), evaluation), keep_result)
+    commands = [arguments(trial, files, folder), evaluation]
+    if trial.method in TREES:
+        commands.insert(0, arguments(trial._replace(method=TREES[trial.method]), files, _classes(folder)))
+    return Job(" ".join(map(str, trial)), folder, tuple(commands), keep_result)
 
 
 def _result(trial: Trial, folder: Path) -> Result:
