@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -107,6 +108,14 @@ def test_a_tree_of_trained_vectors_is_made_from_a_run_before(tmp_path):
     assert "--limit" not in job.commands[1]
 
 
+def test_the_docs_show_what_was_measured():
+    """The committed tables are those of the committed CSV files."""
+    docs = Path(__file__).parent.parent / "docs"
+    groups = comparison_report.grouped("quick", comparison.DATASETS, docs / "results")
+    assert (docs / "results" / "comparison.md").read_text("utf-8") == comparison_report.page(groups)
+    assert comparison_report.overview(groups) in (docs / "related-work.md").read_text("utf-8")
+
+
 def test_labels_of_the_plot_do_not_overlap():
     placed = comparison_report.apart({"b": 1.0, "a": 0.9, "c": 5.0, "d": 1.0}, 0.5)
     assert placed == {"a": 0.9, "b": 1.4, "d": 1.9, "c": 5.0}
@@ -133,9 +142,12 @@ def test_the_table_compares_with_the_full_softmax(tmp_path):
     assert cells["uniform"][5:7] == ("–", "–")
     assert cells["negative"][:2] == ("(4.000)", "–")
     assert cells["negative"][5:] == ("–", "–", "200", "–")
-    page = comparison_report.markdown("synth", results)
-    assert page.startswith("## Synthetic, 82k items, 100 steps, 2 seeds\n\n| method | loss | Δ full |")
+    page = comparison_report.page({"synth": results, "ptb": results[2:3]})
+    assert "## Synthetic, 82k items, 100 steps, 2 seeds\n\n| method | loss | Δ full |" in page
     assert "| uniform | 6.000 | +0.900 | 0.3000 |" in page
+    assert "| method | synth: Δ full | synth: recall@20 | synth: ms/step | ptb: Δ full |" in page
+    assert "| blocks | -0.050 | 0.3000 | 100 | – | 0.3000 | 100 |" in page
+    assert "| uniform | +0.900 | 0.3000 | 100 |  |  |  |" in page
     assert comparison_report.rows(results[2:3])[0][2] == "–"  # nothing to compare with
     comparison.write(results, tmp_path)
     again = comparison.read(tmp_path)

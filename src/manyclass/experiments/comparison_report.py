@@ -34,19 +34,24 @@ HEADER = (
 
 def summarise(preset: str, datasets: Sequence[str], out: Path, console: Console) -> None:
     """Print a table for each data set, write them as Markdown, and draw the plot."""
-    results = [one for one in read(out).values() if one.trial.preset == preset]
-    groups = {name: [one for one in results if one.trial.dataset == name] for name in datasets}
-    groups = {name: group for name, group in groups.items() if group}
+    groups = grouped(preset, datasets, out)
     for name, group in groups.items():
         console.print(table(name, group))
     files = [out / FILE, out / CURVES]
     if groups:
         files += [out / PAGE, out / PLOT]
         with replacing(out / PAGE) as temporary:
-            temporary.write_text("\n".join(markdown(name, group) for name, group in groups.items()), "utf-8")
+            temporary.write_text(page(groups), "utf-8")
         plot(groups, out / PLOT)
     for file in files:
         console.print(str(file), soft_wrap=True)
+
+
+def grouped(preset: str, datasets: Sequence[str], out: Path) -> dict[str, list[Result]]:
+    """Read the results of each data set that has some."""
+    results = [one for one in read(out).values() if one.trial.preset == preset]
+    groups = {name: [one for one in results if one.trial.dataset == name] for name in datasets}
+    return {name: group for name, group in groups.items() if group}
 
 
 def table(dataset: str, results: Sequence[Result]) -> Table:
@@ -59,10 +64,26 @@ def table(dataset: str, results: Sequence[Result]) -> Table:
     return made
 
 
-def markdown(dataset: str, results: Sequence[Result]) -> str:
-    """Lay out one data set as a section of a page."""
-    lines = [HEADER, ("---", *["---:"] * (len(HEADER) - 1)), *rows(results)]
-    return f"## {title(dataset, results)}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def page(groups: Mapping[str, Sequence[Result]]) -> str:
+    """Lay out all data sets as a Markdown page."""
+    sections = [f"## {title(name, group)}\n\n{_markdown(HEADER, rows(group))}" for name, group in groups.items()]
+    return "\n".join(["# Comparison\n", overview(groups), *sections])
+
+
+def overview(groups: Mapping[str, Sequence[Result]]) -> str:
+    """Lay out the difference to full, recall and time per step of all data sets in one Markdown table."""
+    cells = {name: {row[0]: (row[2], row[3], row[5]) for row in rows(group)} for name, group in groups.items()}
+    header = ["method", *(f"{name}: {HEADER[column]}" for name in groups for column in (2, 3, 5))]
+    methods = [method for method in METHODS if any(method in found for found in cells.values())]
+    lines = [
+        [method, *(cell for found in cells.values() for cell in found.get(method, ("",) * 3))] for method in methods
+    ]
+    return _markdown(header, lines)
+
+
+def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    every = [header, ("---", *["---:"] * (len(header) - 1)), *lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in every)
 
 
 def title(dataset: str, results: Sequence[Result]) -> str:
