@@ -3,9 +3,9 @@
 import csv
 import io
 import math
-from pathlib import Path
 
 import pytest
+import readme
 from rich.console import Console
 
 from manyclass import losses, samplers
@@ -109,11 +109,10 @@ def test_a_tree_of_trained_vectors_is_made_from_a_run_before(tmp_path):
 
 
 def test_the_docs_show_what_was_measured():
-    """The committed tables are those of the committed CSV files."""
-    docs = Path(__file__).parent.parent / "docs"
-    groups = comparison_report.grouped("quick", comparison.DATASETS, docs / "results")
-    assert (docs / "results" / "comparison.md").read_text("utf-8") == comparison_report.page(groups)
-    assert comparison_report.overview(groups) in (docs / "related-work.md").read_text("utf-8")
+    """The committed tables are those of the committed CSV files; `make readme` writes them."""
+    groups, text = readme.comparison_groups(), readme.RELATED.read_text("utf-8")
+    assert (readme.RESULTS / comparison_report.PAGE).read_text("utf-8") == comparison_report.page(groups)
+    assert text == readme.with_table(text, "comparison", comparison_report.overview(groups))
 
 
 def test_labels_of_the_plot_do_not_overlap():
