@@ -16,7 +16,7 @@ lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-# Rewrite the table of samplers; a test fails while it differs from what the classes say.
+# Rewrite the generated tables of the README and the docs; a test fails while they differ from classes and results.
 readme: .venv/ready
 	$(BIN)/python tests/readme.py
 

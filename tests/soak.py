@@ -86,7 +86,7 @@ def killed(run: subprocess.Popen[bytes], processes: int, chance: random.Random) 
 def outcome(folder: Path) -> tuple[list[dict[str, str]], dict[tuple[str, str], bytes]]:
     """What a run measured, without its times, and its weights."""
     with (folder / "run" / "metrics.csv").open() as file:
-        rows = [{**row, "seconds": ""} for row in csv.DictReader(file)]
+        rows = [{**row, "seconds": "", "cpu_seconds": ""} for row in csv.DictReader(file)]
     checkpoint = sorted((folder / "run").glob("checkpoint-*"))[-1]
     files = sorted(checkpoint.glob("model-*"))
     weights = {(file.name, name): value.numpy().tobytes() for file in files for name, value in load_file(file).items()}

@@ -204,6 +204,17 @@ def test_the_spherical_update_is_sgd_on_the_full_loss(fold, monkeypatch):
     assert factored.folds == (14 if fold else 1)
 
 
+def test_a_spherical_step_writes_the_rows_of_its_targets_only():
+    """So that its cost does not depend on the number of classes, though all class weights change."""
+    weight = torch.randn(1000, D, generator=torch.Generator().manual_seed(0))
+    factored, (query, target) = losses.SphericalUpdate(weight), batch(n=1000)
+    factored.step(query, target, 0.2)
+    written = (factored.v != weight).any(dim=-1).nonzero().squeeze(-1)
+    assert torch.equal(written, target.unique())
+    assert factored.folds == 1
+    assert bool((factored.weight() != weight).any(dim=-1).all())
+
+
 def test_the_spherical_update_survives_a_step_that_makes_its_factor_singular():
     """A rate that sends U through zero: W·(1 − hhᵀ·2·lr/z) has a vanishing column, but W itself stays right."""
     weight = torch.randn(N, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

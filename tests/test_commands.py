@@ -187,7 +187,7 @@ def test_a_killed_process_loses_nothing_that_was_saved(tmp_path, whole, number):
     rows = []
     for run in (expected, folder):
         with (run / "metrics.csv").open() as file:
-            rows.append([{**row, "seconds": ""} for row in csv.DictReader(file)])
+            rows.append([{**row, "seconds": "", "cpu_seconds": ""} for row in csv.DictReader(file)])
     assert rows[0] == rows[1]
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-000000400"]
     weights = [load_file(run / "checkpoint-000000400" / "model-0.safetensors") for run in (expected, folder)]

@@ -337,16 +337,36 @@ def test_the_tail_is_uniform_over_all_but_head_and_target():
             assert ids[0].tolist() == others
 
 
-def test_head_and_tail_estimate_the_partition_without_bias():
+class CountsAllClasses(samplers.HeadTail):
+    """Gives the tail the weight of all classes, the head included."""
+
+    def draw(self, query, num_samples, **options):
+        draw = super().draw(query, num_samples, **options)
+        wrong = math.log(num_samples / self.num_classes)
+        return samplers.Draw.each(draw.ids, draw.log_count.where(draw.log_count == 0, wrong))
+
+
+@pytest.mark.parametrize(("kind", "right"), [(samplers.HeadTail, True), (CountsAllClasses, False)])
+def test_head_and_tail_estimate_the_partition_without_bias(kind, right):
     torch.manual_seed(0)
     n, weight, query, target = 100, weights(100, 4), torch.randn(6, 4), torch.arange(6)
-    sampler = samplers.HeadTail(n, 4, head=10, probe=4)
+    sampler = kind(n, 4, head=10, probe=4)
     sampler.update(weight)
     draw = sampler.draw(query, 200_000, exclude=target)
     outputs = (query @ weight.T).double()
     estimate = (outputs.gather(1, draw.ids) - draw.log_count).exp().sum(-1)
     truth = outputs.scatter(1, target[:, None], -math.inf).exp().sum(-1)
-    torch.testing.assert_close(estimate, truth, rtol=0.01, atol=0)
+    assert bool(((estimate / truth - 1).abs() < 0.01).all()) == right
+
+
+def test_head_and_tail_cover_all_classes():
+    torch.manual_seed(0)
+    n, weight, query, target = 100, weights(100, 4), torch.randn(6, 4), torch.arange(6)
+    sampler = samplers.HeadTail(n, 4, head=10, probe=4)
+    sampler.update(weight)
+    draw = sampler.draw(query, 2000, exclude=target)
+    outputs = (query @ weight.T).double()
+    truth = outputs.scatter(1, target[:, None], -math.inf).exp().sum(-1)
     assert not bool((draw.ids == target[:, None])[draw.log_count < math.inf].any())
     best = outputs.topk(10).indices
     hits = (draw.ids[:, :10, None] == best[:, None]).any(-1).float().mean()

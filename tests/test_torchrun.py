@@ -44,7 +44,10 @@ def start(arguments, cwd):
 def metrics(folder):
     """What a run measured, without its times."""
     with (folder / "metrics.csv").open() as file:
-        return [{key: value for key, value in row.items() if key != "seconds"} for row in csv.DictReader(file)]
+        return [
+            {key: value for key, value in row.items() if key not in ("seconds", "cpu_seconds")}
+            for row in csv.DictReader(file)
+        ]
 
 
 def workers(launcher):

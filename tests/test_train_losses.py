@@ -1,13 +1,16 @@
 """`manyclass train --loss`: every loss of related work learns, is evaluated and resumes."""
 
 import json
+import shutil
 
 import pytest
 import test_training
+import torch
 from test_training import settings_of, train
 
 from manyclass import losses, report
 from manyclass.train import evaluation, training
+from manyclass.train.model import Model
 from manyclass.train.run import Run
 
 CASES = {
@@ -67,6 +70,33 @@ def test_options_that_a_loss_does_not_take(tmp_path, options, message):
 def test_a_tree_has_no_tied_weights(tmp_path):
     with pytest.raises(ValueError, match="--loss hierarchical takes no --tied"):
         train("lm", tmp_path, loss="hierarchical", tied=True, steps=1)
+
+
+def test_a_tree_of_the_class_vectors_of_another_run(tmp_path):
+    """Its halves are those of the vectors, by name; a checkpoint keeps it, even if the other run is gone."""
+    train("lm", tmp_path, steps=40, sampler="uniform", num_samples=5)
+    vectors = (tmp_path / "run").rename(tmp_path / "vectors")
+    other, before, _ = training.load(Run(vectors))
+    rows, task = train("lm", tmp_path, loss="hierarchical", tree=vectors, steps=80)
+    assert task.vocabulary.names == before.vocabulary.names
+    shutil.rmtree(vectors)
+    model, task, _ = training.load(Run(tmp_path / "run"))
+    expected = losses.HierarchicalSoftmax(4, task.num_classes, embeddings=other.head.weight.detach())
+    for name in ("node", "side", "offsets"):
+        assert torch.equal(getattr(model.head, name), getattr(expected, name))
+    assert not torch.equal(model.head.node, Model(task, task.settings).head.node)  # no tree of the order of the ids
+    found = evaluation.evaluate(model, task, k=(1,))
+    assert found["loss"] == pytest.approx(rows[-1].heldout_loss, abs=1e-6)
+    assert found["recall@1"] > 0.3
+
+
+def test_a_tree_needs_class_vectors(tmp_path):
+    train("lm", tmp_path, steps=1, loss="hierarchical")
+    vectors = (tmp_path / "run").rename(tmp_path / "vectors")
+    with pytest.raises(ValueError, match=r"--tree .*vectors: its loss 'hierarchical' has no vector for each class"):
+        train("lm", tmp_path, loss="hierarchical", tree=vectors, steps=1)
+    with pytest.raises(ValueError, match="--tree is for --loss hierarchical, not for --loss softmax"):
+        settings_of("lm", tmp_path, tree=vectors)
 
 
 def test_a_run_from_before_there_were_losses_resumes(tmp_path):

@@ -13,7 +13,7 @@ def compare(
         Path | None, typer.Option(help="Folder with the data sets but synth; not needed for finished runs.")
     ] = None,
     preset: Annotated[
-        Literal["quick", "full"], typer.Option(help="quick: some hundred steps; full: the paper's epochs, for days.")
+        Literal["quick", "full"], typer.Option(help="quick: 100 to 200 steps; full: the paper's epochs, for days.")
     ] = "quick",
     dataset: Annotated[
         list[str] | None, typer.Option(metavar="ptb|diginetica|synth", help="Repeatable; default: all.")
@@ -31,13 +31,13 @@ def compare(
     Give the same command again to resume: what comparison.csv lists is not trained again.
     """
     from .. import checks
-    from ..experiments import comparison
+    from ..experiments import comparison, comparison_report
 
     console = start(out, None)
     names = [checks.one_of("--dataset", name, comparison.DATASETS) for name in dataset or comparison.DATASETS]
     usual = [name for name in comparison.METHODS if name not in comparison.SLOW]
     methods = [checks.one_of("--method", name, tuple(comparison.METHODS)) for name in method or usual]
-    trials = [comparison.Trial(preset, name, each, seed) for name in names for seed in range(seeds) for each in methods]
+    trials = [comparison.Trial(preset, name, each, seed) for seed in range(seeds) for each in methods for name in names]
     if not only_report:
         comparison.sweep(trials, data, out, jobs, console)
-    comparison.summarise(preset, names, out, console)
+    comparison_report.summarise(preset, names, out, console)

@@ -16,7 +16,7 @@ from ..shard import Tables
 
 
 class Paths(NamedTuple):
-    """Decisions on the way from the root of a binary tree to each class, those of one class after the other."""
+    """Decisions on the way from the root of a binary tree to each class, root first, one class after the other."""
 
     #: Inner nodes, shape ``(decisions,)``, in ``[0, num_classes − 1)``.
     node: Tensor
@@ -102,21 +102,39 @@ class HierarchicalSoftmax(Head):
         return torch.where(there, F.softplus(-logits), 0.0).sum(dim=-1)
 
     def log_prob(self, input: Tensor) -> Tensor:
-        """Log probability of every class, shape ``(*batch, num_classes)``. O(n·(d + depth)) per example."""
-        query = self._check_input(input)
+        """Log probability of every class, shape ``(*batch, num_classes)``. O(n·d) per example."""
+        query, links = self._check_input(input), self._links()
         with full_precision(query):
-            parts = [self._log_prob(part) for part in self._parts(query)]
+            parts = [self._log_prob(part, links) for part in self._parts(query)]
         return torch.cat(parts).reshape(*query.shape[:-1], self.num_classes)
 
-    def _log_prob(self, query: Tensor) -> Tensor:
-        logits = query @ self.weight.to(query.dtype).T
-        decisions = F.logsigmoid(logits[:, self.node] * self.side)
-        owner = torch.arange(self.num_classes, device=query.device).repeat_interleave(self.offsets.diff())
-        return decisions.new_zeros(len(query), self.num_classes).index_add(1, owner, decisions)
+    def _log_prob(self, query: Tensor, links: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Add up decisions from the root to the leaves, one level of the tree at a time."""
+        logits = self.weight.to(query.dtype) @ query.T
+        sides = torch.stack([F.logsigmoid(-logits), F.logsigmoid(logits)], dim=1).flatten(0, 1)
+        reached = torch.zeros_like(logits)
+        for child, step in links:
+            reached[child] = reached[step // 2] + sides[step]
+        last = self._steps()[self.offsets[1:] - 1]
+        return (reached[last // 2] + sides[last]).T
+
+    def _steps(self) -> Tensor:
+        """All decisions ``(decisions,)`` as numbers: twice the node, and one more on its right."""
+        return 2 * self.node + (self.side > 0)
+
+    def _links(self) -> list[tuple[Tensor, Tensor]]:
+        """For each level below the root: its inner nodes, and the step from the level above to each of them."""
+        first = self.offsets[:-1].repeat_interleave(self.offsets.diff())
+        level = torch.arange(len(self.node), device=self.node.device) - first
+        depth, step = self.node.new_zeros(2, self.num_classes - 1)
+        below = level > 0
+        depth[self.node], step[self.node[below]] = level, self._steps().roll(1)[below]
+        levels = depth.argsort(stable=True).split(depth.bincount().tolist())
+        return [(nodes, step[nodes]) for nodes in levels[1:]]
 
     def _parts(self, query: Tensor) -> tuple[Tensor, ...]:
         """Queries in parts, so that their decisions fit into a bounded memory."""
-        return query.reshape(-1, self.in_features).split(max(1, functional.MAX_LOGITS // len(self.node)))
+        return query.reshape(-1, self.in_features).split(max(1, functional.MAX_LOGITS // self.num_classes))
 
     @torch.no_grad()
     def topk(self, input: Tensor, k: int, *, probe: int | None = None) -> tuple[Tensor, Tensor]:
@@ -125,9 +143,10 @@ class HierarchicalSoftmax(Head):
             raise ValueError(f"probe must be None: HierarchicalSoftmax has no index to search; got {probe}")
         if checks.positive_int("k", k) > self.num_classes:
             raise ValueError(f"k must be at most num_classes = {self.num_classes}, got {k}")
-        query = self._check_input(input)
+        query, links = self._check_input(input), self._links()
         with full_precision(query):
-            values, ids = zip(*(self._log_prob(part).topk(k, dim=-1) for part in self._parts(query)), strict=True)
+            found = (self._log_prob(part, links).topk(k, dim=-1) for part in self._parts(query))
+            values, ids = zip(*found, strict=True)
         return torch.cat(values).reshape(*query.shape[:-1], k), torch.cat(ids).reshape(*query.shape[:-1], k)
 
     def extra_repr(self) -> str:
@@ -158,7 +177,7 @@ def huffman(counts: Tensor) -> Paths:
     while bool((at != root).any()):
         steps.append((up[at] - leaves, turn[at], at != root))
         at = up[at]
-    return _ragged(steps)
+    return _ragged(steps[::-1])
 
 
 def halves(embeddings: Tensor) -> Paths:

@@ -21,9 +21,10 @@ class HeadTail(Incremental):
     counts are exact for any index. Here the index is the tree of `Blocks`.
 
     Mussmann, Levy and Ermon, Fast amortized inference and learning in log-linear models with randomly perturbed nearest
-    neighbor search (UAI 2017), after Mussmann and Ermon (ICML 2016). They also draw exactly from the softmax, by lazily
-    made Gumbel noise on head and tail. Such draws have q = p, so the sampled softmax would need the partition function,
-    which is what head and tail estimate.
+    neighbor search (UAI 2017), after Mussmann and Ermon, Learning and inference via maximum inner product search (ICML
+    2016). This is their estimate for learning. For inference they add Gumbel noise to the head, and lazily to the tail:
+    the largest sum is an exact draw from the softmax. That needs the exact head, as a class that the index misses would
+    be drawn too rarely by an unknown factor. And such draws have q = p, whose counts need the partition function.
 
     Args:
         num_classes: n.

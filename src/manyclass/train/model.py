@@ -34,9 +34,11 @@ class Model(nn.Module):
     Args:
         task: what the model is for.
         settings: of the run.
+        class_vectors: for the tree of a hierarchical softmax, ``(num_classes, columns)``, if ``settings.tree`` is set.
+            Without them a checkpoint has to bring the tree.
     """
 
-    def __init__(self, task: Task[Any], settings: Settings) -> None:
+    def __init__(self, task: Task[Any], settings: Settings, class_vectors: Tensor | None = None) -> None:
         super().__init__()
         self.task, self.recurrent = task, task.recurrent
         self._parallel: list[nn.Module] = []  # in a list, so that its parameters do not count twice
@@ -56,7 +58,7 @@ class Model(nn.Module):
         if sharded and embedding is not None:
             raise ValueError("--tied needs all class weights in every process, so it cannot be trained by several")
         if settings.loss != SOFTMAX:
-            self.head: Any = _baseline(settings, task, features, embedding)
+            self.head: Any = _baseline(settings, task, features, embedding, class_vectors)
             return
         sampled_layer, full_layer = _layers(sharded)
         if full:
@@ -167,7 +169,9 @@ def _check_tower(task: Task[Any]) -> None:
         raise ValueError(f"--loss {task.settings.loss} needs a table of class weights, not a network that makes them")
 
 
-def _baseline(settings: Settings, task: Task[Any], features: int, embedding: nn.Embedding | None) -> nn.Module:
+def _baseline(
+    settings: Settings, task: Task[Any], features: int, embedding: nn.Embedding | None, class_vectors: Tensor | None
+) -> nn.Module:
     """The layer of a loss of related work."""
     if task.part[1] > 1:
         raise ValueError(f"--loss {settings.loss} needs all classes in one process, so several cannot train it")
@@ -181,6 +185,10 @@ def _baseline(settings: Settings, task: Task[Any], features: int, embedding: nn.
     if "counts" in inspect.signature(kind).parameters:
         if embedding is not None:
             raise ValueError(f"--loss {settings.loss} takes no --tied: it has no row for each class")
+        if settings.tree is not None:
+            # A tree of halves has as many decisions for any vectors, so a checkpoint can replace those of this one.
+            vectors = torch.arange(task.num_classes).unsqueeze(-1) if class_vectors is None else class_vectors
+            return kind(features, task.num_classes, embeddings=vectors, ignore_index=IGNORE)
         counts = torch.bincount(task.pairs()[0], minlength=task.num_classes) + 1
         return kind(features, task.num_classes, counts=counts, ignore_index=IGNORE)
     dense = {} if embedding is None else {"sparse": False}

@@ -42,6 +42,8 @@ class Metrics(NamedTuple):
     recall_20: float | None = None
     ndcg_10: float | None = None
     mrr_10: float | None = None
+    #: CPU time of the first process in training so far, all its threads together.
+    cpu_seconds: float | None = None
 
     def measure(self, name: str) -> float:
         """Return a measure on held-out data by its usual name: ``loss``, or such as ``ndcg@10``."""

@@ -120,6 +120,12 @@ class Settings:
     power: Power = None
     prediction: Prediction = "softmax"
     loss: Loss = SOFTMAX
+    tree: Annotated[
+        Path | None,
+        _option(
+            LAYER, "For the loss `hierarchical`: a run whose class vectors make the tree; default: a Huffman tree."
+        ),
+    ] = None
     optimizer: Annotated[
         Literal["adagrad", "sgd", "adam", "adamw"],
         _option(TRAINING, "Optimiser; adam and adamw want a smaller --lr, such as 0.001."),
@@ -188,6 +194,8 @@ class Settings:
             if self.sampler not in takers(name):
                 raise ValueError(f"--{name} is for {', '.join(takers(name))}, not for {self.sampler}")
 
+        if self.tree is not None and self.loss != "hierarchical":
+            raise ValueError(f"--tree is for --loss hierarchical, not for --loss {self.loss}")
         if self.loss != SOFTMAX:
             self._check_baseline()
 

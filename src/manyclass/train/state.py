@@ -24,6 +24,8 @@ class State:
     step: int = 0
     #: Training time, without evaluations and checkpoints.
     seconds: float = 0.0
+    #: CPU time of this process in the same steps.
+    cpu_seconds: float = 0.0
     #: Sum and number of the training losses since the last evaluation.
     total: float = 0.0
     count: int = 0
@@ -42,6 +44,7 @@ class State:
         """Restore what `state_dict` returned; without random numbers the generator stays as it is."""
         self.step, self.count = (typed(content[name], int, name) for name in ("step", "count"))
         self.seconds, self.total = (typed(content[name], float, name) for name in ("seconds", "total"))
+        self.cpu_seconds = typed(content.get("cpu_seconds", 0.0), float, "cpu_seconds")
         self.rows = [Metrics(*row) for row in content["rows"]]
         self.best = _best(content)
         self.hidden = None if content["hidden"] is None else tuple(content["hidden"])

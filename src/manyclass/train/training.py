@@ -102,8 +102,9 @@ def train(task: Task[Any], observer: Observer | None = None) -> list[Metrics]:
 
 def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) -> list[Metrics]:
     settings = task.settings
+    vectors = class_vectors(task, Run(settings.tree)) if settings.tree is not None and not run.checkpoints() else None
     torch.manual_seed(settings.seed)
-    model = Model(task, settings)
+    model = Model(task, settings, vectors)
     if settings.init is not None and not run.checkpoints():
         initialise(model, task, Run(settings.init))
     if processes.first and not run.exists():  # not before: what no model can be made of is no run
@@ -120,7 +121,7 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
         state.rows.append(_measured(model, task, state, steps, processes))
 
     while state.step < steps and not _patience_is_over(state, settings.patience):
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * schedule(settings.schedule, state.step / steps)
         if state.step % task.steps_per_epoch == 0:
@@ -133,6 +134,7 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
         optimizer.step()
         state.step += 1
         state.seconds += time.perf_counter() - started
+        state.cpu_seconds += time.process_time() - used
         state.total, state.count = state.total + float(loss.detach()), state.count + 1
         if state.step in milestones:
             optimisation.complete(optimizer)
@@ -204,7 +206,7 @@ def _measured(model: Model, task: Task[Any], state: State, steps: int, processes
     mean = processes.sums([state.total])[0] / (state.count * processes.world) if state.count else None
     ranks = [found.get(name) for name in ("recall@10", "recall@20", "ndcg@10", "mrr@10")]
     done = state.step, state.step / task.steps_per_epoch, state.seconds
-    return Metrics(*done, rate, mean, found["loss"], bias, number, *ranks)
+    return Metrics(*done, rate, mean, found["loss"], bias, number, *ranks, cpu_seconds=state.cpu_seconds)
 
 
 def _config(task: Task[Any], run: Run) -> dict[str, Any]:
@@ -251,8 +253,7 @@ def initialise(model: Model, task: Task[Any], run: Run) -> int:
     other, before, _ = load(run)
     if before.name != task.name:
         raise ValueError(f"--init {run.folder}: a run of {before.name}, not of {task.name}")
-    shared = [(task.ids[name], index) for index, name in enumerate(before.vocabulary.names) if name in task.ids]
-    new, old = torch.tensor(shared, dtype=torch.long).reshape(-1, 2).T
+    new, old = _same_classes(task, before)
     sources = dict(other.named_parameters())
     for name, parameter in model.named_parameters():
         source = sources.get(name)
@@ -265,7 +266,26 @@ def initialise(model: Model, task: Task[Any], run: Run) -> int:
                 parameter.copy_(source)
             else:
                 raise ValueError(f"--init {run.folder}: {name} has {len(source)} rows instead of {len(parameter)}")
-    return len(shared)
+    return len(new)
+
+
+def class_vectors(task: Task[Any], run: Run) -> torch.Tensor:
+    """Return the class vectors of another run, by the classes' names, ``(num_classes, features)``; unknown: zeros."""
+    other, before, _ = load(run)
+    weight = getattr(other.head, "weight", None)
+    if weight is None or len(weight) != before.num_classes:
+        raise ValueError(f"--tree {run.folder}: its loss {before.settings.loss!r} has no vector for each class")
+    new, old = _same_classes(task, before)
+    vectors = weight.new_zeros(task.num_classes, weight.shape[1])
+    vectors[new] = weight.detach()[old]
+    return vectors
+
+
+def _same_classes(task: Task[Any], other: Task[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids of the classes that two tasks share by name, in the one and in the other."""
+    shared = [(task.ids[name], index) for index, name in enumerate(other.vocabulary.names) if name in task.ids]
+    new, old = torch.tensor(shared, dtype=torch.long).reshape(-1, 2).T
+    return new, old
 
 
 @contextmanager
