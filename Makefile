@@ -21,7 +21,7 @@ readme: .venv/ready
 	$(BIN)/python tests/readme.py
 
 docs: .venv/ready
-	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 # An sdist, and a wheel that is built from it. libtorch_cpu is loaded by `import torch` before the native core.
 wheel: .venv/ready
