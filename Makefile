@@ -8,8 +8,9 @@ BIN := .venv/bin
 demo: .venv/ready
 	$(BIN)/manyclass demo
 
+# One thread for each process: tensors in tests are small, and threads that wait for each other cost more than they give.
 test: .venv/ready
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -75,6 +76,7 @@ fuzz: build/asan/_native.so
 soak: .venv/ready
 	$(BIN)/python tests/soak.py --seconds $(SECONDS) --seed $(SEED)
 
+JOBS ?= 2
 SECONDS ?= 3600
 CALLS ?= 20000
 SEED ?= 0

@@ -71,6 +71,21 @@ def follow(page: str, folder: Path) -> None:
             assert shape(run.stdout, folder) == shape(shown, folder), f"{command[-1]}\nprints:\n{run.stdout}"
 
 
+def broken(page: str, folder: Path) -> list[str]:
+    """Relative links that lead to no file. `make docs` checks those within ``docs/``, and anchors."""
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page)
+    return [link for link in links if "://" not in link and not (folder / link).exists()]
+
+
+@pytest.mark.parametrize("file", sorted(DOCS.parent.glob("*.md")), ids=lambda file: file.name)
+def test_links_lead_somewhere(file):
+    assert broken(file.read_text("utf-8"), DOCS.parent) == []
+
+
+def test_a_broken_link_is_noticed():
+    assert broken("[a](docs/blocks.md#idea) [b](https://x.org) ![c](docs/no.png)", DOCS.parent) == ["docs/no.png"]
+
+
 @pytest.mark.parametrize("name", CODE)
 def test_page_of_code(name, tmp_path, monkeypatch):
     page = (DOCS / f"{name}.md").read_text("utf-8")
