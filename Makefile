@@ -3,13 +3,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint readme bench asan fuzz soak clean
+.PHONY: demo test lint readme docs wheel test-wheel bench asan fuzz soak clean
 
 demo: .venv/ready
 	$(BIN)/manyclass demo
 
+# One thread for each process: tensors in tests are small, and threads that wait for each other cost more than they give.
 test: .venv/ready
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -19,6 +20,24 @@ lint: .venv/ready
 # Rewrite the generated tables of the README and the docs; a test fails while they differ from classes and results.
 readme: .venv/ready
 	$(BIN)/python tests/readme.py
+
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
+
+# An sdist, and a wheel that is built from it. libtorch_cpu is loaded by `import torch` before the native core.
+wheel: .venv/ready
+	rm -rf build/wheel dist
+	$(BIN)/python -m build --no-isolation --outdir build/wheel .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude libtorch_cpu.so -w dist build/wheel/*.whl
+	cp build/wheel/*.tar.gz dist
+
+# The wheel in a new environment, with no compiler in reach.
+test-wheel: wheel
+	$(PYTHON) -m venv --clear build/env
+	build/env/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	build/env/bin/python -m pip install --quiet -c constraints.txt torch
+	build/env/bin/python -m pip install --quiet -c constraints.txt --group test "$$(ls dist/*.whl)[cli]"
+	PATH=build/env/bin build/env/bin/python tests/wheel.py
 
 bench: .venv/ready
 	$(BIN)/manyclass bench draws
@@ -57,6 +76,7 @@ fuzz: build/asan/_native.so
 soak: .venv/ready
 	$(BIN)/python tests/soak.py --seconds $(SECONDS) --seed $(SEED)
 
+JOBS ?= 2
 SECONDS ?= 3600
 CALLS ?= 20000
 SEED ?= 0
@@ -67,4 +87,4 @@ build/asan/_native.so: .venv/ready CMakeLists.txt $(wildcard csrc/*)
 	cmake --build build/asan
 
 clean:
-	rm -rf .venv build out
+	rm -rf .venv build dist out

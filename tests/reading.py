@@ -1,5 +1,6 @@
 """What tests of reading data share: files, real data, folders in which only results are left."""
 
+import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +19,6 @@ from manyclass.train.data import (
     read_labelled,
 )
 
-REAL = Path("/work/shared/data")
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -27,9 +27,11 @@ def write(path: Path, content: str | bytes) -> Path:
 
 
 def real(name: str) -> Path:
-    if not (REAL / name).exists():
-        pytest.skip(f"{REAL / name} is not on this machine")
-    return REAL / name
+    """A folder of real data, which is not part of the repository."""
+    folder = Path(os.environ.get("MANYCLASS_DATA", "nowhere")) / name
+    if not folder.exists():
+        pytest.skip(f"needs real data: set MANYCLASS_DATA to a folder that has {name}")
+    return folder
 
 
 def raises(message: str):

@@ -27,7 +27,7 @@ print(manyclass.__path__[0], manyclass.native_available(), len(messages))
 @pytest.mark.skipif(not (ROOT / "CMakeLists.txt").exists(), reason="needs the source tree")
 def test_install_without_a_compiler(tmp_path):
     source = tmp_path / "source"
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "out"))
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "dist", "out"))
     environment = {**os.environ, "CXX": "/nonexistent", "PATH": str(Path(sys.executable).parent)}
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
     built = subprocess.run([*pip, tmp_path, source], env=environment, capture_output=True, text=True, check=False)
