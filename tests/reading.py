@@ -20,7 +20,6 @@ from manyclass.train.data import (
 )
 
 
-
 def write(path: Path, content: str | bytes) -> Path:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return path
