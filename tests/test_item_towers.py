@@ -10,11 +10,13 @@ import torch
 from test_commands import fails
 from test_training import train, write_items, write_sequences
 
+from manyclass.cli import runs
 from manyclass.train import training
 from manyclass.train.data.characters import BUCKETS, SIZES, ngrams
 from manyclass.train.data.items import FARTHEST, Feature, Items, read_items
 from manyclass.train.data.items import write_items as write
 from manyclass.train.data.vocabulary import ranking
+from manyclass.train.model import Model
 from manyclass.train.models import Attributes, Tower
 from manyclass.train.models.towers import look_up
 from manyclass.train.run import Run
@@ -51,6 +53,13 @@ def test_items_that_nobody_took_are_predicted(tmp_path):
     assert best[-1].score == pytest.approx(best[0].score, rel=1e-4)
     cold = f"i{3 + GROUPS * 9}"
     assert {one.name for one in model.similar(cold, 9)} == {one.name for one in best} - {cold}
+    runs.export(tmp_path / "run")
+    torch.testing.assert_close(
+        torch.from_numpy(np.load(tmp_path / "run" / "export" / "classes.npy")), model.head.weight
+    )
+    task.part = (0, 2)
+    with pytest.raises(ValueError, match="are trained by one process"):
+        Model(task, task.settings)
     assert model.predict([f"i0 i1 {cold}"], k=1)[0][0].score == pytest.approx(  # as a part of a history, too
         model.predict(["i0 i1 i3"], k=1)[0][0].score, rel=1e-4
     )
