@@ -246,7 +246,7 @@ def lines(run, *, array=None, config=None, setting=None):
         ("next-item", {"array": ("train.values.npy", 0, 99)}, r"train.values.npy: 99 is not in \[0, 23\)"),
         ("next-item", {"array": ("train.offsets.npy", 1, 10**6)}, "data/train: the offsets do not fit the values"),
         ("classify", {"array": ("train.features.values.npy", 0, 99)}, r"99 is not in \[0, 35\)"),
-        ("lm", {"config": {"format": 1}}, "config.json: has format 1, but this version reads 2"),
+        ("lm", {"config": {"format": 1}}, "config.json: has format 1, but this version reads 3"),
         ("lm", {"config": {"task": "paint"}}, "config.json: unknown task 'paint'"),
         ("lm", {"config": {"num_classes": 13}}, "vocabulary.parquet: has 12 classes, the run 13"),
         ("lm", {"config": {"vocabulary": "0"}}, "vocabulary.parquet: not the file that the run was begun with"),

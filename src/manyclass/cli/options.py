@@ -1,14 +1,26 @@
 """Options that several commands have."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from ..train.settings import DEVICE
+
 Out = Annotated[Path, typer.Option(help="Folder for figures and plots; made if it is missing.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: what torch chooses.")]
+Device = Annotated[str, typer.Option(help=DEVICE)]
 Seed = Annotated[int, typer.Option(help="Seed of the weights and the draws.")]
+
+
+def warn_of_device(device: str) -> None:
+    """Say on the standard error what nobody has tried."""
+    if device != "cpu":
+        print(
+            f"device {device}: no GPU was tried, only a simulated one; compare with --device cpu", file=sys.stderr
+        )
 
 
 def start(out: Path, threads: int | None) -> Console:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from .options import Threads, start
+from .options import Device, Threads, start, warn_of_device
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, the --out of `manyclass train`.")]
 
@@ -36,6 +36,7 @@ def evaluate(
         typer.Option(min=1, help="Rank through this many blocks per query, for runs of `blocks`; default: exactly."),
     ] = None,
     threads: Threads = None,
+    device: Device = "cpu",
 ) -> None:
     """Exact loss, recall, precision, MRR and NDCG over all classes, on held-out or test data of a run; never sampled.
 
@@ -51,9 +52,10 @@ def evaluate(
     folder = Run(run)
     folder.config()
     console = start(run, threads)
+    warn_of_device(device)
     cutoffs = tuple(k or (1, 5, 10))
     with console.status("evaluating"):
-        model, task, step = training.load(folder)
+        model, task, step = training.load(folder, device)
         test = task.test_examples > 0 if on is None else on == "test"
         if test and not task.test_examples:
             raise ValueError(f"{run} has no test data")
@@ -94,6 +96,7 @@ def predict(
     k: Annotated[int, typer.Option(min=1, help="Predictions for each.")] = 5,
     exclude_seen: ExcludeSeen = False,
     as_json: Annotated[bool, typer.Option("--json", help="One line of json for each, for programs.")] = False,
+    device: Device = "cpu",
 ) -> None:
     """The k most probable classes for texts, histories or documents, over all classes.
 
@@ -102,7 +105,8 @@ def predict(
     from ..train import training
     from ..train.run import Run
 
-    model, task, _ = training.load(Run(run))
+    warn_of_device(device)
+    model, task, _ = training.load(Run(run), device)
     if exclude_seen:
         task.recommends()
     failed = answered = 0

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..train.settings import PANELS, ClassifySettings, LanguageSettings, NextItemSettings, Settings, shown
+from .options import warn_of_device
 
 app = typer.Typer(help="Train a model from your files; the run's folder holds all of it.", no_args_is_help=True)
 
@@ -43,6 +44,7 @@ def _train_command(name: str, kind: type[Settings]) -> None:
         settings.resume = settings.resume or processes.restarted()
         joined = processes.join(settings.timeout)
         console = show.start(settings.threads, joined)
+        warn_of_device(settings.device)
         task = show.prepare(name, settings, console, joined)
         counts = [f"{task.train_examples:,} training", f"{task.heldout_examples:,} held-out"]
         counts += [f"{task.test_examples:,} test"] if task.test_examples else []

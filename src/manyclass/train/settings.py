@@ -13,17 +13,16 @@ from .records import first_line, quoted, typed
 
 PANELS = DATA, MODEL, LAYER, TRAINING, RUN = ("Data", "Model", "Output layer", "Training", "Run")
 #: They do not change what is learned, so a resumed run may have others.
-FREE = ("out", "resume", "threads", "timeout", "checkpoint_every", "tensorboard")
+FREE = ("out", "resume", "threads", "device", "timeout", "checkpoint_every", "tensorboard")
 #: They say how long a run is: a resumed run may be longer than it was to be.
 LENGTH = ("steps", "epochs", "patience")
-#: What runs did before there was such a setting.
-LEGACY = {"split": "last"}
 #: The sampler that is none: the exact loss over all classes.
 FULL = "full"
 #: The loss that is not one of `losses`: the softmax, sampled or full.
 SOFTMAX = "softmax"
 #: Settings that are options of samplers; None leaves the sampler's default.
 SAMPLER_OPTIONS = ("own", "probe", "scope", "power")
+DEVICE = "Where to compute, such as cuda:0. No GPU was tried, only a simulated one."
 
 
 class Shown(NamedTuple):
@@ -169,6 +168,7 @@ class Settings:
         bool, _option(RUN, "Go on where the run in --out stopped; start if there is none.", "--resume")
     ] = False
     threads: Annotated[int | None, _option(RUN, "CPU threads; default: what torch chooses.", min=1)] = None
+    device: Annotated[str, _option(RUN, DEVICE)] = "cpu"
     timeout: Annotated[
         float, _option(RUN, "Under torchrun: seconds after which a process that does not answer ends the run.", min=1)
     ] = 300.0
@@ -253,7 +253,7 @@ class Settings:
     def differences(self, other: dict[str, Any]) -> list[str]:
         """Names of the settings that differ from those of another run, of those that change what is learned."""
         taken = {} if self.sampler == FULL else samplers.options(self.sampler)
-        defaults = {field.name: field.default for field in dataclasses.fields(self)} | LEGACY
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
 
         def effective(settings: dict[str, Any], name: str) -> Any:
             value = settings.get(name, defaults[name])

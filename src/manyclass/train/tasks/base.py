@@ -34,6 +34,11 @@ class Batch(NamedTuple):
     #: Classes that each row has had before, ``(batch, most of them)``, padded with `IGNORE`; only where asked for.
     seen: Tensor | None = None
 
+    def to(self, device: torch.device) -> "Batch":
+        """Move all tensors to a device."""
+        inputs = tuple(value.to(device) for value in self.inputs)
+        return Batch(inputs, *(None if value is None else value.to(device) for value in self[1:]))  # pyright: ignore
+
 
 class Task(ABC, Generic[S]):
     """A data set, prepared in a folder, as batches that are functions of the step: a run can go on anywhere.
