@@ -1,5 +1,7 @@
 """Models that predict the next item of a user: the paper's feed-forward network, and a causal transformer."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -80,6 +82,8 @@ class Transformer(nn.Module):
         if features % heads:
             raise ValueError(f"features must be a multiple of the {heads} attention heads, got {features}")
         self.embedding = table(num_classes, features) if tower is None else tower
+        # As in SASRec: embeddings in a table are small, since they may be output weights, too.
+        self.scale = features**0.5 if tower is None else 1.0
         self.users = table(user_values, features) if user_features else None
         self.position = nn.Parameter(torch.zeros(history, features))
         self.blocks = nn.ModuleList(_Block(features, heads, dropout) for _ in range(layers))
@@ -93,7 +97,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Hidden states ``(batch, history, features)``, zero where there is no item."""
         row, place = (items >= 0).nonzero(as_tuple=True)  # most places of most users are empty: they cost nothing
-        hidden = look_up(self.embedding, items[row, place]) + self.position[place - items.shape[1]]
+        hidden = self.scale * look_up(self.embedding, items[row, place]) + self.position[place - items.shape[1]]
         if self.users is not None:
             hidden = hidden + self.users(users).sum(dim=1)[row]
         hidden = self.dropout(hidden)
@@ -120,7 +124,7 @@ class _Block(nn.Module):
         hidden: Tensor,  # shape: (places, features)
         row: Tensor,  # shape: (places,)
         place: Tensor,  # shape: (places,), in the row, from 0 without gaps
-        shape: tuple[int, int],  # rows, and at least the most places of one
+        shape: Sequence[int],  # rows, and at least the most places of one
     ) -> Tensor:
         """Return the next hidden states ``(places, features)``."""
         projected = _padded(self.projection(self.attention_norm(hidden)), row, place, shape)
@@ -130,7 +134,7 @@ class _Block(nn.Module):
         return hidden + self.dropout(self.layers(self.layers_norm(hidden)))
 
 
-def _padded(hidden: Tensor, row: Tensor, place: Tensor, shape: tuple[int, int]) -> Tensor:
+def _padded(hidden: Tensor, row: Tensor, place: Tensor, shape: Sequence[int]) -> Tensor:
     """Put hidden states ``(places, features)`` to their rows and places; zero elsewhere."""
     return hidden.new_zeros(*shape, hidden.shape[-1]).index_put((row, place), hidden)
 
