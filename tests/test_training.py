@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from manyclass import functional
 from manyclass.train import baselines, checkpoint, evaluation, settings, training
 from manyclass.train.checkpoint import Header
-from manyclass.train.data.ragged import Ragged
+from manyclass.train.data.spool import Ragged
 from manyclass.train.models import LSTM, FeedForward, Transformer
 from manyclass.train.run import Run
 from manyclass.train.settings import ClassifySettings, LanguageSettings, NextItemSettings

@@ -18,9 +18,7 @@ Seed = Annotated[int, typer.Option(help="Seed of the weights and the draws.")]
 def warn_of_device(device: str) -> None:
     """Say on the standard error what nobody has tried."""
     if device != "cpu":
-        print(
-            f"device {device}: no GPU was tried, only a simulated one; compare with --device cpu", file=sys.stderr
-        )
+        print(f"device {device}: no GPU was tried, only a simulated one; compare with --device cpu", file=sys.stderr)
 
 
 def start(out: Path, threads: int | None) -> Console:

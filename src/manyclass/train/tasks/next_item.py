@@ -13,8 +13,7 @@ from ..data.columns import Layout
 from ..data.files import Advance
 from ..data.interactions import encode_interactions, read_interactions
 from ..data.items import TEXTS, Feature, Items, Table, read_items, write_items
-from ..data.ragged import Ragged
-from ..data.spool import load_array
+from ..data.spool import Ragged, load_array
 from ..models import Attributes, FeedForward, Tower, Transformer
 from ..records import quoted, typed
 from ..settings import NextItemSettings
