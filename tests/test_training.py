@@ -82,7 +82,10 @@ CASES = [
     ("lm", {"sampler": "full", "optimizer": "adam", "lr": 0.01}),
     ("lm", {"tolerance": 0.05, "optimizer": "sgd", "lr": 5.0, "schedule": "exponential"}),
     ("next-item", {"sampler": "uniform", "num_samples": 5}),
-    ("next-item", {"model": "feed-forward", "sampler": "quadratic", "prediction": "absolute", "history": 3}),
+    (
+        "next-item",
+        {"model": "feed-forward", "sampler": "quadratic", "prediction": "absolute", "history": 3, "lr": 0.02},
+    ),
     ("next-item", {"sampler": "full", "tied": True, "schedule": "constant"}),
     ("classify", {"sampler": "unigram", "scope": "batch", "power": 0.75}),
     ("classify", {"sampler": "full", "prediction": "absolute"}),

@@ -103,6 +103,10 @@ Test = Annotated[Path | None, _option(DATA, "File for the final figures, which n
 MinCount = Annotated[int, _option(DATA, "Classes are what occurs at least this often.", min=1)]
 Batch = Annotated[int, _option(TRAINING, "Streams of text, users, or documents in a step.", min=1, max=10_000_000)]
 Epochs = Annotated[float, _option(TRAINING, "Passes over the data.", min=0.0)]
+Optimizer = Annotated[
+    Literal["adagrad", "sgd", "adam", "adamw"],
+    _option(TRAINING, "Optimiser; adagrad wants an --lr such as 0.05, adam and adamw a smaller one, such as 0.003."),
+]
 Rate = Annotated[float, _option(TRAINING, "Learning rate.", "--lr")]
 
 
@@ -125,10 +129,7 @@ class Settings:
             LAYER, "For the loss `hierarchical`: a run whose class vectors make the tree; default: a Huffman tree."
         ),
     ] = None
-    optimizer: Annotated[
-        Literal["adagrad", "sgd", "adam", "adamw"],
-        _option(TRAINING, "Optimiser; adam and adamw want a smaller --lr, such as 0.001."),
-    ] = "adagrad"
+    optimizer: Optimizer = "adagrad"
     lr: Rate = 0.05
     schedule: Annotated[
         Literal["constant", "linear", "exponential"],
@@ -146,7 +147,9 @@ class Settings:
     select: Annotated[
         Literal["loss", "recall@10", "recall@20", "ndcg@10", "mrr@10"] | None,
         _option(
-            TRAINING, "Keep the checkpoint that is best by this held-out measure; default: loss if there are test data."
+            TRAINING,
+            "Keep the checkpoint that is best by this held-out measure; default, if there are test data: loss, or "
+            "ndcg@10 for next-item.",
         ),
     ] = None
     patience: Annotated[
@@ -370,10 +373,19 @@ class NextItemSettings(Settings):
     ] = None
     features: Features = 64
     layers: Layers = 2
-    dropout: Dropout = 0.1
-    tied: Tied = False
+    dropout: Dropout = 0.3
+    tied: Annotated[
+        bool | None,
+        _option(
+            MODEL,
+            "Use the input embeddings as output weights, too; default: --tied for a transformer without --item-feature in one process.",
+            "--tied/--untied",
+        ),
+    ] = None
     batch: Batch = 128
     epochs: Epochs = 10.0
+    optimizer: Optimizer = "adam"
+    lr: Rate = 0.003
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -386,6 +398,8 @@ class NextItemSettings(Settings):
             raise ValueError("--init takes no --item-feature: the values of another run's columns have other numbers")
         if self.sequences and (self.sep is not None or self.no_header):
             raise ValueError("--sequences is for one sequence per line, so it takes no --sep and no --no-header")
+        if self.tied is None and (self.model != "transformer" or self.loss != SOFTMAX or self.item_feature):
+            self.tied = False
 
 
 @dataclass(kw_only=True)

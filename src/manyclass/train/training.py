@@ -52,6 +52,9 @@ def prepare(name: str, settings: Settings, advance: Advance = ignore, processes:
     if device_named(settings.device).type != "cpu" and processes.world > 1:
         raise ValueError(f"--device {settings.device}: several processes compute on the CPU")
     part = (processes.rank, processes.world)
+    if getattr(settings, "tied", False) is None:
+        run = Run(settings.out)
+        settings.tied = run.config()["settings"].get("tied") if run.exists() else processes.world == 1  # pyright: ignore
     if processes.first:
         task = _prepare(name, settings, advance, part)
         processes.after_first(done=True)
@@ -170,7 +173,7 @@ def selected(task: Task[Any], rows: list[Metrics]) -> tuple[str, Metrics] | None
 
     None if the run keeps its last checkpoint, or has none yet.
     """
-    select = task.settings.select or ("loss" if task.test_examples else None)
+    select = task.selects
     rows = [row for row in rows if row.step > 0 and select and not math.isnan(row.measure(select))]
     if select is None or not rows:
         return None
@@ -223,6 +226,7 @@ def _config(task: Task[Any], run: Run) -> dict[str, Any]:
         "heldout_examples": task.heldout_examples,
         "test_examples": task.test_examples,
         "threads": torch.get_num_threads(),
+        "select": task.selects,
         "vocabulary": digest(run.vocabulary),
         "settings": task.settings.to_json(),
     }

@@ -103,8 +103,9 @@ class Transformer(nn.Module):
         hidden = self.dropout(hidden)
         # Moved to the left, so that the causal mask hides the empty places, too.
         moved = place - (items < 0).sum(dim=1)[row]
+        longest = max(1, int((items >= 0).any(dim=0).sum()))
         for block in self.blocks:
-            hidden = block(hidden, row, moved, items.shape)
+            hidden = block(hidden, row, moved, (len(items), longest))
         return _padded(self.norm(hidden), row, place, items.shape)
 
 

@@ -59,6 +59,8 @@ class Task(ABC, Generic[S]):
     #: 0 without test data.
     test_examples: int = 0
     steps_per_epoch: int
+    #: What the best checkpoint is selected by, if nothing else is asked for.
+    measure = "loss"
     #: Whether rankings are measured in training, besides the loss.
     ranked = True
 
@@ -101,6 +103,11 @@ class Task(ABC, Generic[S]):
     def ids(self) -> dict[str, int]:
         """The class of each name."""
         return self.vocabulary.ids()
+
+    @property
+    def selects(self) -> str | None:
+        """The measure that the best checkpoint is selected by; None: the last one is kept."""
+        return self.settings.select or (self.measure if self.test_examples else None)
 
     def recommends(self) -> None:
         """Raise unless examples have a history of classes that can be excluded."""

@@ -110,6 +110,7 @@ class NextItem(Task[NextItemSettings]):
     """Histories of users, and the item that each of them takes next."""
 
     name = "next-item"
+    measure = "ndcg@10"
 
     def __init__(
         self, settings: NextItemSettings, folder: Path, vocabulary: Vocabulary, part: tuple[int, int] = (0, 1)
