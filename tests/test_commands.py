@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from manyclass import __main__
+from manyclass.train.settings import PRESETS
 
 # A crash of native code tells where it was.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
@@ -246,3 +247,13 @@ def test_help_teaches(name):
     assert "Needs only" in run.stdout
     places = [run.stdout.index(f"─ {panel} ─") for panel in ("Data", "Model", "Output layer", "Training", "Run")]
     assert places == sorted(places)
+
+
+def test_a_preset_gives_way_to_what_was_given(tmp_path):
+    """`--layers 1` is the default, too, but here it was asked for."""
+    write_text(tmp_path)
+    options = ["--features", 8, "--layers", 1, "--steps", 2, "--evaluations", 1, "--threads", 1]
+    manyclass("train", "lm", "--preset", "ptb-medium", "--text", "text.txt", *options, cwd=tmp_path)
+    settings = json.loads((tmp_path / "run" / "config.json").read_text())["settings"]
+    given = {"features": 8, "layers": 1, "evaluations": 1, "steps": 2}
+    assert {name: settings[name] for name in PRESETS["lm"]["ptb-medium"] | given} == PRESETS["lm"]["ptb-medium"] | given

@@ -309,6 +309,32 @@ class LanguageSettings(Settings):
             raise ValueError("give a text, --text FILE, or --corpus python")
 
 
+#: Settings of `manyclass train` by a name, in place of the defaults; by the name of the task.
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "lm": {
+        # Zaremba et al. (2014), the medium model, trained as in TensorFlow's tutorial, which sums the loss over 35
+        # words and takes lr 1 and norm 5; ours is a mean.
+        "ptb-medium": {
+            "split": "blanks",
+            "min_count": 1,
+            "features": 650,
+            "layers": 2,
+            "dropout": 0.5,
+            "batch": 20,
+            "length": 35,
+            "sampler": FULL,
+            "optimizer": "sgd",
+            "lr": 35.0,
+            "clip": 5 / 35,
+            "schedule": "exponential",
+            "epochs": 39.0,
+            "evaluations": 39,
+            "eval_examples": 100_000,
+        },
+    },
+}
+
+
 @dataclass(kw_only=True)
 class NextItemSettings(Settings):
     """Train a recommender: predict the next item of a user from the items before it.
