@@ -183,6 +183,19 @@ def test_metrics_stand_for_perplexity_beyond_language(tmp_path):
     assert cells(text, "without")[4] == "–"
 
 
+def test_how_items_were_ranked_is_said(tmp_path):
+    ways = [("test", True), ("test", True), ("heldout", True), ("test", False)]
+    evaluations = [{"step": 200, "on": on, "exclude_seen": seen, "recall@10": 0.5} for on, seen in ways]
+    runs = [make_run(tmp_path / str(n), task="next-item", evaluation=one) for n, one in enumerate(evaluations)]
+    said = "Rankings on test data; items that a user had before are left out of them."
+    assert said in " ".join(printed(runs[:2]).split())
+    assert said in written(runs[:2], tmp_path).texts
+    for other in runs[2:]:
+        assert "their recall, MRR and NDCG do not compare" in " ".join(printed([runs[0], other]).split())
+    edited = make_run(tmp_path / "edited", task="next-item", evaluation={"step": 200, "on": [], "recall@10": 0.5})
+    assert "Rankings on [] data" in printed([edited])
+
+
 def test_measures_are_of_the_checkpoint_and_cut_off_of_the_table(tmp_path):
     """The loss is that of the checkpoint that the run keeps; measures of another one are not shown beside it."""
     found = {"examples": 9, "loss": 4.0, "recall@5": 0.25, "recall@10": 0.5}

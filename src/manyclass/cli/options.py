@@ -21,6 +21,11 @@ def warn_of_device(device: str) -> None:
         print(f"device {device}: no GPU was tried, only a simulated one; compare with --device cpu", file=sys.stderr)
 
 
+def protocol(exclude_seen: bool) -> str:
+    """Say how recommenders are ranked: figures compare only if it is the same."""
+    return f"items that a user had before are {'left out' if exclude_seen else 'part'} of the ranking"
+
+
 def start(out: Path, threads: int | None) -> Console:
     """Make the folder ``out`` and set the number of threads."""
     from . import console

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..train.settings import PANELS, PRESETS, ClassifySettings, LanguageSettings, NextItemSettings, Settings, shown
-from .options import warn_of_device
+from .options import protocol, warn_of_device
 
 app = typer.Typer(help="Train a model from your files; the run's folder holds all of it.", no_args_is_help=True)
 
@@ -35,7 +35,7 @@ def _annotation(field: "dataclasses.Field[Any]") -> Any:
 
 def _preset(task: str) -> inspect.Parameter:
     """The option that names other defaults."""
-    what = "Other defaults. `ptb-medium`: Zaremba's medium LSTM for Penn Tree Bank, about a day on one core."
+    what = "Other defaults. `ptb-medium`: Zaremba's medium LSTM for Penn Tree Bank, some 7 hours on one core."
     option = typer.Option(help=what, rich_help_panel=PANELS[0])
     kind = Literal[tuple(PRESETS[task])] | None  # pyright: ignore
     return inspect.Parameter("preset", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=None)
@@ -80,9 +80,9 @@ def _train_command(name: str, kind: type[Settings]) -> None:
         best = training.selected(task, rows)
         if best is not None:
             measure, row = best
-            console.print(
-                f"kept: step {row.step}, best by held-out {measure}: {row.measure(measure):.4f}", soft_wrap=True
-            )
+            ranked = "" if measure == "loss" or name != "next-item" else f"; {protocol(False)}"
+            kept = f"kept: step {row.step}, best by held-out {measure}: {row.measure(measure):.4f}{ranked}"
+            console.print(kept, soft_wrap=True)
         if stopped:
             console.print("stopped; give the same command with --resume to go on")
             raise typer.Exit(130)

@@ -27,7 +27,7 @@ DIVERGED = "diverged"
 def table(runs: Sequence[Run]) -> Table:
     """The runs' losses and speeds, for the terminal."""
     header, rows = _summary(runs)
-    result = Table(title=TITLE, caption=_caveat(runs))
+    result = Table(title=TITLE, caption=" ".join(filter(None, (_caveat(runs), _protocol(runs)))) or None)
     for index, column in enumerate(header):
         result.add_column(column, justify="left" if index < 2 else "right", overflow="fold")
     for row in rows:
@@ -54,6 +54,7 @@ def write(runs: Sequence[Run], file: Path) -> None:
         page.element("h2", f"{len(runs)} runs" if len(runs) > 1 else "Run"),
         page.element("p", f"{TITLE}."),
         page.table(*_summary(runs)),
+        *([page.element("p", protocol)] if (protocol := _protocol(runs)) else []),
         page.element("h2", "Curves"),
         page.image(curves.svg(figure), "image/svg+xml", f"curves of {', '.join(_legend(runs))}"),
     ]
@@ -135,6 +136,18 @@ def _caveat(runs: Sequence[Run]) -> str | None:
         if len({run.config.get(key) for run in runs}) > 1:
             return f"The runs have different {what}: their losses do not compare."
     return None
+
+
+def _protocol(runs: Sequence[Run]) -> str | None:
+    """How the recommenders among the runs were ranked, or that they cannot be compared."""
+    found = [run.measures for run in runs if run.task == "next-item" and run.measures]
+    ways = {(str(one.get("on")), one.get("exclude_seen") is True) for one in found}
+    if not ways:
+        return None
+    if len(ways) > 1:
+        return "The runs were ranked in different ways: their recall, MRR and NDCG do not compare."
+    ((on, excluded),) = ways
+    return f"Rankings on {on} data; items that a user had before are {'left out' if excluded else 'part'} of them."
 
 
 def _lowest(runs: Sequence[Run]) -> str:
