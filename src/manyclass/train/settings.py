@@ -404,7 +404,8 @@ class NextItemSettings(Settings):
         bool | None,
         _option(
             MODEL,
-            "Use the input embeddings as output weights, too; default: --tied for a transformer without --item-feature in one process.",
+            "Use the input embeddings as output weights, too; default: --tied for a transformer in one process "
+            "without --item-feature.",
             "--tied/--untied",
         ),
     ] = None
