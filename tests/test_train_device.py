@@ -11,6 +11,7 @@ from test_training import CASES, settings_of, train
 from manyclass import ops
 from manyclass.train import Run, load, training
 from manyclass.train.evaluation import evaluate
+from manyclass.train.run import Metrics
 
 QUERIES = {"lm": "w1 w2 w3", "next-item": "3 4 5", "classify": "1:1 20:2"}
 PLACE = str(DEVICE)
@@ -26,7 +27,8 @@ def device(monkeypatch):
 
 def figures(rows):
     """What was measured, without times."""
-    return [[0 if value is None else value for value in row[:2] + row[3:]] for row in rows]
+    names = [name for name in Metrics._fields if "seconds" not in name]
+    return [[getattr(row, name) or 0 for name in names] for row in rows]
 
 
 class Stop(training.Observer):
@@ -57,7 +59,7 @@ def test_a_run_on_another_device_is_that_of_the_cpu(device, name, tmp_path):
         torch.testing.assert_close(torch.tensor(there), torch.tensor(here), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "options"), [CASES[0], CASES[1], CASES[4], CASES[7], CASES[10]])
+@pytest.mark.parametrize(("name", "options"), [CASES[0], CASES[1], CASES[4], CASES[7], CASES[10], CASES[13]])
 def test_a_stopped_run_resumes_on_another_device(device, name, options, tmp_path):
     options = {**options, "num_samples": 5}
     settings = settings_of(name, tmp_path, steps=3, device=PLACE, **options)
