@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from manyclass import __main__
+from manyclass.train.settings import PRESETS
 
 # A crash of native code tells where it was.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
@@ -92,7 +93,7 @@ def test_a_language_model_from_a_text_to_predictions(tmp_path):
 def test_a_recommender_from_synthetic_clicks(tmp_path):
     printed = manyclass("synth", "clicks.parquet", "--items", 200, "--users", 300, "--length", 8, cwd=tmp_path)
     assert "2,400 interactions" in printed
-    options = ("--features", 16, "--threads", 1, "--epochs", 6, "--lr", 0.1, "--sampler", "unigram", "--out", "run")
+    options = ("--features", 16, "--threads", 1, "--epochs", 20, "--lr", 0.02, "--sampler", "unigram", "--out", "run")
     manyclass("train", "next-item", "--interactions", "clicks.parquet", *options, cwd=tmp_path)
     with (tmp_path / "run" / "metrics.csv").open() as file:
         losses = [float(row["heldout_loss"]) for row in csv.DictReader(file)]
@@ -101,7 +102,13 @@ def test_a_recommender_from_synthetic_clicks(tmp_path):
     assert json.loads((tmp_path / "run" / "evaluation.json").read_text())["examples"] == 50
     items = pl.read_parquet(tmp_path / "run" / "vocabulary.parquet")["name"].to_list()
     printed = manyclass("predict", "run", f"{items[0]} {items[1]}", "--k", 4, cwd=tmp_path)
-    assert {line.split()[1] for line in printed.splitlines()[1:]} <= set(items)
+    assert printed.startswith("items that a user had before are part of the ranking\n")
+    assert {line.split()[1] for line in printed.splitlines()[2:]} <= set(items)
+    printed = manyclass("predict", "run", items[0], "--k", 1, "--exclude-seen", "--json", cwd=tmp_path)
+    assert json.loads(printed)["exclude_seen"] is True
+    lines = manyclass("similar", "run", items[0], "nothing", items[1], "--k", 2, cwd=tmp_path).splitlines()
+    assert lines[3:6] == ["nothing", "  error: unknown class 'nothing'", items[1]]
+    assert len(lines) == 8
     files = manyclass("export", "run", cwd=tmp_path).split()
     assert np.load(tmp_path / files[0]).shape == (len(items), 16)
 
@@ -246,3 +253,13 @@ def test_help_teaches(name):
     assert "Needs only" in run.stdout
     places = [run.stdout.index(f"─ {panel} ─") for panel in ("Data", "Model", "Output layer", "Training", "Run")]
     assert places == sorted(places)
+
+
+def test_a_preset_gives_way_to_what_was_given(tmp_path):
+    """`--layers 1` is the default, too, but here it was asked for."""
+    write_text(tmp_path)
+    options = ["--features", 8, "--layers", 1, "--steps", 2, "--evaluations", 1, "--threads", 1]
+    manyclass("train", "lm", "--preset", "ptb-medium", "--text", "text.txt", *options, cwd=tmp_path)
+    settings = json.loads((tmp_path / "run" / "config.json").read_text())["settings"]
+    given = {"features": 8, "layers": 1, "evaluations": 1, "steps": 2}
+    assert {name: settings[name] for name in PRESETS["lm"]["ptb-medium"] | given} == PRESETS["lm"]["ptb-medium"] | given

@@ -20,7 +20,7 @@ from manyclass.train.data import (
     spool,
     text,
 )
-from manyclass.train.data.ragged import RaggedWriter
+from manyclass.train.data.spool import RaggedWriter
 
 # ---------------------------------------------------------------- files
 

@@ -19,10 +19,9 @@ from manyclass.train.data import (
     Vocabulary,
     delimited,
     files,
-    json_lines,
-    parquet,
     read_interactions,
     spool,
+    tables,
 )
 from manyclass.train.data.columns import Layout
 
@@ -419,8 +418,8 @@ def test_messages_quote_little(tmp_path, name, content):
 def shrink(monkeypatch, size: int) -> None:
     """Hold so little at once, wherever a file is read in parts."""
     monkeypatch.setattr(delimited, "PIECE", size)
-    monkeypatch.setattr(json_lines, "ROWS", size)
-    monkeypatch.setattr(parquet, "ROWS", size)
+    monkeypatch.setattr(tables, "OBJECTS", size)
+    monkeypatch.setattr(tables, "ROWS", size)
     monkeypatch.setattr(spool, "CHUNK", size)
 
 
@@ -518,9 +517,9 @@ def test_blank_lines_before_the_header(tmp_path, monkeypatch):
 MEMORY = """
 import sys
 from pathlib import Path
-from manyclass.train.data import delimited, json_lines, parquet, read_interactions, read_labelled, spool
+from manyclass.train.data import delimited, read_interactions, read_labelled, spool, tables
 
-delimited.PIECE, json_lines.ROWS, parquet.ROWS, spool.CHUNK = 1 << 17, 1 << 12, 1 << 14, 1 << 15
+delimited.PIECE, tables.OBJECTS, tables.ROWS, spool.CHUNK = 1 << 17, 1 << 12, 1 << 14, 1 << 15
 folder = Path(sys.argv[1])
 
 

@@ -241,10 +241,10 @@ def test_what_is_trained():
     options = " ".join(quality._training(Trial("diginetica", "uniform", "adam", 1), files, Path("folder")))
     assert options == (
         "train next-item --interactions train.txt --heldout test.txt --evaluations 4 --model feed-forward "
-        "--batch 512 --split last --epochs 3 --sampler uniform --scope batch --num-samples 4096 --optimizer adam "
-        "--lr 0.002 --seed 1 --threads 1 --out folder --resume"
+        "--batch 512 --split last --dropout 0.1 --epochs 3 --sampler uniform --scope batch --num-samples 4096 "
+        "--optimizer adam --lr 0.002 --seed 1 --threads 1 --out folder --resume"
     )
-    assert "--user-first --dropout 0.5 --sampler blocks --optimizer adagrad --lr 0.01" in " ".join(
+    assert "--dropout 0.5 --epochs 20 --user-first --sampler blocks --optimizer adagrad --lr 0.01" in " ".join(
         quality._training(Trial("beauty", "blocks", "adagrad", 0), files, Path("folder"))
     )
 

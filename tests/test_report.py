@@ -1,5 +1,6 @@
 """Reports and exports of trained runs, from run directories made here."""
 
+import base64
 import csv
 import json
 import math
@@ -11,16 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 
 from manyclass import SampledSoftmax, report
-from manyclass.report import compare, page
+from manyclass.report import compare, curves
 from manyclass.train.export import FORMATS, export
 from manyclass.train.run import Metrics
 
 #: Those that every version wrote.
 COLUMNS = Metrics._fields[:8]
-VOID = {"meta"}
+VOID = {"meta", "img"}
 
 
 def make_run(folder: Path, sampler="blocks", *, losses=(9.0, 6.0, 5.0), speed=10.0, task="lm", evaluation=None, **more):
@@ -181,10 +183,23 @@ def test_metrics_stand_for_perplexity_beyond_language(tmp_path):
     assert cells(text, "without")[4] == "–"
 
 
+def test_how_items_were_ranked_is_said(tmp_path):
+    ways = [("test", True), ("test", True), ("heldout", True), ("test", False)]
+    evaluations = [{"step": 200, "on": on, "exclude_seen": seen, "recall@10": 0.5} for on, seen in ways]
+    runs = [make_run(tmp_path / str(n), task="next-item", evaluation=one) for n, one in enumerate(evaluations)]
+    said = "Rankings on test data; items that a user had before are left out of them."
+    assert said in " ".join(printed(runs[:2]).split())
+    assert said in written(runs[:2], tmp_path).texts
+    for other in runs[2:]:
+        assert "their recall, MRR and NDCG do not compare" in " ".join(printed([runs[0], other]).split())
+    edited = make_run(tmp_path / "edited", task="next-item", evaluation={"step": 200, "on": [], "recall@10": 0.5})
+    assert "Rankings on [] data" in printed([edited])
+
+
 def test_measures_are_of_the_checkpoint_and_cut_off_of_the_table(tmp_path):
     """The loss is that of the checkpoint that the run keeps; measures of another one are not shown beside it."""
     found = {"examples": 9, "loss": 4.0, "recall@5": 0.25, "recall@10": 0.5}
-    losses, config = (9, 4, 6), {"task": "next-item", "test_examples": 9}
+    losses, config = (9, 4, 6), {"task": "next-item", "select": "loss"}
     best = make_run(tmp_path / "best", losses=losses, evaluation={"step": 100, **found}, **config)
     stale = make_run(tmp_path / "stale", losses=losses, evaluation={"step": 200, **found}, **config)
     last = make_run(tmp_path / "last", losses=losses, task="next-item", evaluation={"step": 200, "recall@5": 0.75})
@@ -220,20 +235,46 @@ def test_page(tmp_path):
     assert ["threads", "2"] in versions
     assert "Language model over 69,919 classes" in html.texts
     assert "Lowest held-out loss at the end: full, 4.500 nats after 200 steps, 80.0 seconds of training." in html.texts
+    assert html.count("figure") == 1
     # Steps, time and bias; the full softmax has no bias to show.
-    assert html.count("figure") == 3
-    tips = [text for text in html.texts if " at " in text and text.startswith(("full: ", "sampled: "))]
-    assert tips.count("full: 4.5 at 200") == 1
-    assert tips.count("full: 4.5 at 80") == 1
-    assert len(tips) == 2 * 6 + 2
-    assert written([full], tmp_path).count("figure") == 2
+    panels = compare._panels([full, sampled])
+    assert [panel.x_label for panel in panels] == [compare.STEPS, compare.SECONDS, compare.STEPS]
+    assert panels[0].curves[0] == ([0, 100, 200], [9, 5, 4.5])
+    assert panels[1].curves[0] == ([0, 40, 80], [9, 5, 4.5])
+    assert len(compare._panels([full])) == 2
+
+
+def test_labels_do_not_overlap(tmp_path):
+    """Boxes of titles, tick labels, axis labels and the legend, as they are drawn."""
+    more = {"losses": [9.123456, 5.1, 4.9], "speed": 0.0031}
+    runs = [make_run(tmp_path / f"a-long-name-of-a-run-{index}", **more) for index in range(9)]
+    figure = curves.draw(compare._title(runs), compare._legend(runs), compare._panels(runs))
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.savefig(tmp_path / "report.png")
+    texts = [figure._suptitle, *figure.legends]
+    for axes in figure.axes:
+        texts += [axes.xaxis.label, axes.yaxis.label]
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            ticks = zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True)
+            texts += [label for place, label in ticks if low <= place <= high and label.get_text()]
+    boxes = [text.get_window_extent(renderer) for text in texts]
+    assert len(boxes) > 30
+    for index, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:index]), texts[index]
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
+        assert 0 <= box.y0 < box.y1 <= figure.bbox.y1
 
 
 def test_page_needs_nothing_else(tmp_path):
     html = written([make_run(tmp_path / "run", evaluation={"loss": 5.0})], tmp_path)
-    assert not re.search(r"https?:|url\(|@import|//", html.source)
-    assert not {"script", "link", "img", "iframe", "image", "use"} & {tag for tag, _ in html.tags}
-    assert not any({"src", "href", "xlink:href"} & attributes.keys() for _, attributes in html.tags)
+    (picture,) = [attributes["src"] for tag, attributes in html.tags if tag == "img"]
+    assert picture.startswith("data:image/svg+xml;base64,")
+    assert not re.search(r"https?:|url\(|@import|//", html.source.replace(picture, ""))
+    assert not {"script", "link", "iframe", "image", "use"} & {tag for tag, _ in html.tags}
+    assert not any({"href", "xlink:href"} & attributes.keys() for _, attributes in html.tags)
+    drawn = base64.b64decode(picture.partition(",")[2]).decode()
+    assert not re.search(r"href=\"[^#]|url\([^#]|<script|<image", drawn)
     assert "prefers-color-scheme: dark" in html.source
 
 
@@ -255,8 +296,7 @@ def test_names_are_escaped(tmp_path):
     html = written([run], tmp_path)
     assert "b" not in {tag for tag, _ in html.tags}
     assert html.tables[0][1][0] == name
-    assert f"{name} (diverged)" in html.texts
-    assert f"{name} (diverged): 9 at 0" in html.texts
+    assert f"curves of {name} (diverged)" in [attributes.get("alt") for _, attributes in html.tags]
     assert cells(printed([run]), name)[0] == name
     report.plot([run, make_run(tmp_path / "_$\\frac$")], tmp_path / "plot.png")
 
@@ -276,10 +316,7 @@ def test_diverged(tmp_path, losses):
     for runs in ([bad], [bad, good]):
         html = written(runs, tmp_path)
         assert html.tables[0][1][3] == "diverged"
-        assert "bad (diverged)" in html.texts
-        paths = [attributes["d"] for tag, attributes in html.tags if tag == "path"]
-        assert paths
-        assert not re.search("nan|inf", "".join(paths))
+        assert compare._legend(runs)[0] == "bad (diverged)"
         report.plot(runs, tmp_path / "plot.png")
     assert any("Lowest held-out loss at the end: good, 5.000" in text for text in html.texts)
     assert "The run diverged." in written([bad], tmp_path).texts
@@ -287,13 +324,13 @@ def test_diverged(tmp_path, losses):
 
 
 def test_gaps(tmp_path):
-    html = written([make_run(tmp_path / "run", "full", losses=(9, 8, math.nan, 7, 6))], tmp_path)
-    curves = [attributes["d"] for tag, attributes in html.tags if tag == "path" and "L" in attributes["d"]]
-    assert [re.sub(r"[^ML]", "", curve) for curve in curves] == ["MLML", "MLML"]
-    # Top left to bottom right, with some air above and below.
-    x, y = zip(*(map(float, point.split()) for point in re.split("[ML]", curves[0])[1:]), strict=True)
-    assert x == pytest.approx([page.LEFT + (page.RIGHT - page.LEFT) * part for part in (0, 0.25, 0.75, 1)], abs=0.1)
-    assert page.TOP < y[0] < y[1] < y[2] < y[3] < page.BOTTOM
+    run = make_run(tmp_path / "run", "full", losses=(9, 8, math.inf, 7, 6))
+    figure = curves.draw("title", ["run"], compare._panels([run]))
+    (line,) = figure.axes[0].lines
+    assert line.get_xdata().tolist() == [0, 100, 200, 300, 400]
+    np.testing.assert_array_equal(line.get_ydata(), [9, 8, math.nan, 7, 6])
+    low, high = figure.axes[0].get_ylim()
+    assert 5.5 < low < 6 < 9 < high < 9.5
 
 
 def test_a_diverging_run_does_not_squeeze_the_others(tmp_path):
@@ -317,40 +354,22 @@ def test_plot(tmp_path):
         assert data[:4] == b"\x89PNG"
         sizes.append(int.from_bytes(data[20:24], "big"))
     assert sizes[1] > sizes[0] + 300  # room for the legend
-    looks = {(index % len(page.COLOURS), index % len(compare.MARKERS)) for index in range(30)}
+    looks = {(index % len(curves.COLOURS), index % len(curves.MARKERS)) for index in range(30)}
     assert len(looks) == 30
-    assert len(compare.MARKERS) == len(page.SHAPES)
-    assert written(runs, tmp_path).count("li") == 30
 
 
 def test_long_curves_have_few_markers(tmp_path):
-    html = written([make_run(tmp_path / "full", "full", losses=[5.0] * 1000)], tmp_path)
-    assert html.count("title") == 1 + 2 * 25
-    assert any(attributes.get("d", "").count("L") == 999 for _, attributes in html.tags)
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0, 200, [0, 50, 100, 150, 200]),
-        (4.8, 11.3, [6, 8, 10]),
-        (-0.035, 0.001, [-0.03, -0.02, -0.01, 0]),
-        (0, 1e-9, 6),
-    ],
-)
-def test_ticks(low, high, expected):
-    ticks = page.ticks(low, high)
-    if isinstance(expected, int):
-        assert len(ticks) == expected
-    else:
-        assert ticks == pytest.approx(expected)
+    run = make_run(tmp_path / "full", "full", losses=[5.0] * 1000)
+    (line,) = curves.draw("title", ["run"], compare._panels([run])).axes[0].lines
+    assert len(line.get_xdata()) == 1000
+    assert line.get_markevery() == 40
 
 
 def test_limits():
-    assert page.limits([1.0, 2.0]) == pytest.approx((0.96, 2.04))
-    assert page.limits([1.0, 2.0, math.nan, math.inf, 100.0], most=3.0) == pytest.approx((0.92, 3.08))
+    assert curves.limits([1.0, 2.0]) == pytest.approx((0.96, 2.04))
+    assert curves.limits([1.0, 2.0, math.nan, math.inf, 100.0], most=3.0) == pytest.approx((0.92, 3.08))
     for values in ([], [math.nan], [0.0], [5.0], [-5.0]):
-        low, high = page.limits(values)
+        low, high = curves.limits(values)
         assert low < high
 
 

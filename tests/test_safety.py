@@ -16,13 +16,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_torchrun import run as torchrun
-from test_training import settings_of, write_documents, write_sequences, write_text
+from test_training import settings_of, write_documents, write_items, write_sequences, write_text
 
 from manyclass import __main__
 from manyclass.train import training
 from manyclass.train.run import CHECKPOINT, Run
 
 TASKS = ("lm", "next-item", "classify")
+#: Runs with further files, and what task they are of: several ranks, and attributes of items.
+OTHERS = {"sharded": "lm", "tower": "next-item"}
+TOWER = ("--items", "items.csv", *(part for name in ("kind", "title:text") for part in ("--item-feature", name)))
 QUERIES = {"lm": "w1 w2", "next-item": "3 4", "classify": "1:1 20:2"}
 FILES = {
     "lm": ("--text", write_text),
@@ -37,7 +40,8 @@ def options(task, folder):
     name, _ = FILES[task]
     more = {"lm": ("--length", 5), "next-item": ("--history", 5), "classify": ()}[task]
     (data,) = folder.glob("*.txt")
-    return ["train", task, name, data.name, *SMALL, *more, "--out", "run"]
+    tower = TOWER if (folder / "items.csv").exists() else ()
+    return ["train", task, name, data.name, *SMALL, *more, *tower, "--out", "run"]
 
 
 def call(*arguments, cwd):
@@ -56,19 +60,19 @@ def call(*arguments, cwd):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run of each task, and one of two processes."""
+    """A run of each task, one of two processes, and one of an item tower."""
     made = {}
-    for task in (*TASKS, "sharded"):
-        folder = tmp_path_factory.mktemp(task)
-        task = "lm" if task == "sharded" else task
+    for name in (*TASKS, *OTHERS):
+        made[name] = folder = tmp_path_factory.mktemp(name)
+        task = OTHERS.get(name, name)
         FILES[task][1](folder)
+        if name == "tower":
+            write_items(folder)
         command = options(task, folder)
-        if folder.name.startswith("sharded"):
+        if name == "sharded":
             torchrun(2, *command, cwd=folder)
-            made["sharded"] = folder
         else:
             assert call(*command, cwd=folder) == (0, "")
-            made[task] = folder
         assert call("evaluate", "run", cwd=folder) == (0, "")
     return made
 
@@ -86,7 +90,7 @@ def copied(runs, name, folder):
     """A copy of a run, its task, and its files."""
     shutil.copytree(runs[name], folder, symlinks=True)
     files = sorted(path for path in (folder / "run").rglob("*") if path.is_file())
-    return ("lm" if name == "sharded" else name), files
+    return OTHERS.get(name, name), files
 
 
 class Attack:
@@ -118,7 +122,7 @@ def test_the_attack_is_real(tmp_path):
         (tmp_path / "marker").unlink()
 
 
-@pytest.mark.parametrize("name", [*TASKS, "sharded"])
+@pytest.mark.parametrize("name", [*TASKS, *OTHERS])
 def test_no_file_of_a_run_can_execute_code(runs, name, tmp_path):
     """The attack stands in place of each file, and under names that torch's readers look for."""
     marker = tmp_path / "marker"
@@ -205,7 +209,7 @@ def mutate(data, file):
     derandomize=MUTATIONS == 60,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(data=st.data(), name=st.sampled_from([*TASKS, "sharded"]))
+@given(data=st.data(), name=st.sampled_from([*TASKS, *OTHERS]))
 def test_a_changed_file_never_gives_a_traceback(runs, tmp_path_factory, data, name):
     folder = tmp_path_factory.mktemp("mutated") / "copy"
     task, files = copied(runs, name, folder)
@@ -246,7 +250,7 @@ def lines(run, *, array=None, config=None, setting=None):
         ("next-item", {"array": ("train.values.npy", 0, 99)}, r"train.values.npy: 99 is not in \[0, 23\)"),
         ("next-item", {"array": ("train.offsets.npy", 1, 10**6)}, "data/train: the offsets do not fit the values"),
         ("classify", {"array": ("train.features.values.npy", 0, 99)}, r"99 is not in \[0, 35\)"),
-        ("lm", {"config": {"format": 1}}, "config.json: has format 1, but this version reads 2"),
+        ("lm", {"config": {"format": 1}}, "config.json: has format 1, but this version reads 3"),
         ("lm", {"config": {"task": "paint"}}, "config.json: unknown task 'paint'"),
         ("lm", {"config": {"num_classes": 13}}, "vocabulary.parquet: has 12 classes, the run 13"),
         ("lm", {"config": {"vocabulary": "0"}}, "vocabulary.parquet: not the file that the run was begun with"),

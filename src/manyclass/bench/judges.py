@@ -91,6 +91,8 @@ def sessions(epochs: float, seed: int, progress: Progress) -> Judge:
             model="feed-forward",
             sampler="full",
             dropout=0.0,
+            optimizer="adagrad",
+            lr=0.05,
             batch=EXAMPLES,
             epochs=epochs,
             schedule="constant",

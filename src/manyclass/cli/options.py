@@ -1,14 +1,29 @@
 """Options that several commands have."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from ..train.settings import DEVICE
+
 Out = Annotated[Path, typer.Option(help="Folder for figures and plots; made if it is missing.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: what torch chooses.")]
+Device = Annotated[str, typer.Option(help=DEVICE)]
 Seed = Annotated[int, typer.Option(help="Seed of the weights and the draws.")]
+
+
+def warn_of_device(device: str) -> None:
+    """Say on the standard error what nobody has tried."""
+    if device != "cpu":
+        print(f"device {device}: no GPU was tried, only a simulated one; compare with --device cpu", file=sys.stderr)
+
+
+def protocol(exclude_seen: bool) -> str:
+    """Say how recommenders are ranked: figures compare only if it is the same."""
+    return f"items that a user had before are {'left out' if exclude_seen else 'part'} of the ranking"
 
 
 def start(out: Path, threads: int | None) -> Console:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from .options import Threads, start
+from .options import Device, Threads, protocol, start, warn_of_device
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, the --out of `manyclass train`.")]
 
@@ -36,6 +36,7 @@ def evaluate(
         typer.Option(min=1, help="Rank through this many blocks per query, for runs of `blocks`; default: exactly."),
     ] = None,
     threads: Threads = None,
+    device: Device = "cpu",
 ) -> None:
     """Exact loss, recall, precision, MRR and NDCG over all classes, on held-out or test data of a run; never sampled.
 
@@ -51,9 +52,10 @@ def evaluate(
     folder = Run(run)
     folder.config()
     console = start(run, threads)
+    warn_of_device(device)
     cutoffs = tuple(k or (1, 5, 10))
     with console.status("evaluating"):
-        model, task, step = training.load(folder)
+        model, task, step = training.load(folder, device)
         test = task.test_examples > 0 if on is None else on == "test"
         if test and not task.test_examples:
             raise ValueError(f"{run} has no test data")
@@ -72,8 +74,7 @@ def evaluate(
     what = f"{run}, step {step}: {examples:,} {which} examples, all {task.num_classes:,} classes"
     console.print(what, soft_wrap=True)
     if task.name == "next-item":
-        left = "left out of" if exclude_seen else "part of"
-        console.print(f"items that a user had before are {left} the ranking", soft_wrap=True)
+        console.print(protocol(exclude_seen), soft_wrap=True)
     if probe is not None:
         console.print(f"ranking through {probe:,} blocks per query: approximate; the loss is exact", soft_wrap=True)
     table = Table()
@@ -94,6 +95,7 @@ def predict(
     k: Annotated[int, typer.Option(min=1, help="Predictions for each.")] = 5,
     exclude_seen: ExcludeSeen = False,
     as_json: Annotated[bool, typer.Option("--json", help="One line of json for each, for programs.")] = False,
+    device: Device = "cpu",
 ) -> None:
     """The k most probable classes for texts, histories or documents, over all classes.
 
@@ -102,9 +104,13 @@ def predict(
     from ..train import training
     from ..train.run import Run
 
-    model, task, _ = training.load(Run(run))
+    warn_of_device(device)
+    model, task, _ = training.load(Run(run), device)
     if exclude_seen:
         task.recommends()
+    ranks = {"exclude_seen": exclude_seen} if task.name == "next-item" else {}
+    if ranks and not as_json:
+        print(protocol(exclude_seen))
     failed = answered = 0
     for line in map(str.strip, queries or sys.stdin):
         try:
@@ -116,7 +122,7 @@ def predict(
         except ValueError as error:
             failed, found, answer, unknown = failed + 1, [], {"error": str(error)}, []
         if as_json:
-            print(json.dumps({"query": line, **answer}))
+            print(json.dumps({"query": line, **answer, **ranks}))
             continue
         print(line)
         if "error" in answer:
@@ -133,15 +139,22 @@ def similar(
     names: Annotated[list[str], typer.Argument(metavar="CLASS...", help="Items, words or labels.")],
     k: Annotated[int, typer.Option(min=1, help="Classes for each.")] = 5,
 ) -> None:
-    """The k classes whose weights have the largest cosine with those of a class."""
+    """The k classes whose weights have the largest cosine with those of a class; unknown ones do not stop the rest."""
     from ..train import training
     from ..train.run import Run
 
-    model = training.load(Run(run))[0]
+    model, failed = training.load(Run(run))[0], 0
     for name in names:
-        found = model.similar(name, k)
         print(name)
+        try:
+            found = model.similar(name, k)
+        except ValueError as error:
+            failed += 1
+            print(f"  error: {error}")
+            continue
         print("".join(f"  {cosine:8.4f}  {other}\n" for other, cosine in found), end="")
+    if failed == len(names):
+        raise typer.Exit(2)
 
 
 def export(

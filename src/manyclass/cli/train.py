@@ -3,11 +3,12 @@
 import dataclasses
 import inspect
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from ..train.settings import PANELS, ClassifySettings, LanguageSettings, NextItemSettings, Settings, shown
+from ..train.settings import PANELS, PRESETS, ClassifySettings, LanguageSettings, NextItemSettings, Settings, shown
+from .options import protocol, warn_of_device
 
 app = typer.Typer(help="Train a model from your files; the run's folder holds all of it.", no_args_is_help=True)
 
@@ -32,6 +33,23 @@ def _annotation(field: "dataclasses.Field[Any]") -> Any:
     return Annotated[field.type.__origin__, option]  # pyright: ignore
 
 
+def _preset(task: str) -> inspect.Parameter:
+    """The option that names other defaults."""
+    what = "Other defaults. `ptb-medium`: Zaremba's medium LSTM for Penn Tree Bank, some 7 hours on one core."
+    option = typer.Option(help=what, rich_help_panel=PANELS[0])
+    kind = Literal[tuple(PRESETS[task])] | None  # pyright: ignore
+    return inspect.Parameter("preset", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=None)
+
+
+def _with_preset(task: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with a preset's values for those that were not given."""
+    preset, context = options.pop("preset", None), options.pop("context", None)
+    if preset is None:
+        return options
+    given = {name for name in options if context.get_parameter_source(name).name != "DEFAULT"}
+    return options | {name: value for name, value in PRESETS[task][preset].items() if name not in given}
+
+
 def _train_command(name: str, kind: type[Settings]) -> None:
     """Make ``manyclass train NAME``: every field of its settings is an option."""
 
@@ -39,10 +57,11 @@ def _train_command(name: str, kind: type[Settings]) -> None:
         from ..train import processes, training
         from . import console as show
 
-        settings = kind(**options)
+        settings = kind(**_with_preset(name, options))
         settings.resume = settings.resume or processes.restarted()
         joined = processes.join(settings.timeout)
         console = show.start(settings.threads, joined)
+        warn_of_device(settings.device)
         task = show.prepare(name, settings, console, joined)
         counts = [f"{task.train_examples:,} training", f"{task.heldout_examples:,} held-out"]
         counts += [f"{task.test_examples:,} test"] if task.test_examples else []
@@ -61,9 +80,9 @@ def _train_command(name: str, kind: type[Settings]) -> None:
         best = training.selected(task, rows)
         if best is not None:
             measure, row = best
-            console.print(
-                f"kept: step {row.step}, best by held-out {measure}: {row.measure(measure):.4f}", soft_wrap=True
-            )
+            ranked = "" if measure == "loss" or name != "next-item" else f"; {protocol(False)}"
+            kept = f"kept: step {row.step}, best by held-out {measure}: {row.measure(measure):.4f}{ranked}"
+            console.print(kept, soft_wrap=True)
         if stopped:
             console.print("stopped; give the same command with --resume to go on")
             raise typer.Exit(130)
@@ -79,6 +98,9 @@ def _train_command(name: str, kind: type[Settings]) -> None:
         )
         for field in fields
     ]
+    if name in PRESETS:
+        context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        parameters += [_preset(name), context]
     command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__doc__ = kind.__doc__

@@ -19,7 +19,7 @@ from .reproduce import BLOCKS, FULL, Job
 
 #: Settings in every run. Settings not named here and below have their defaults.
 COMMON: dict[str, Any] = {"evaluations": 4}
-NEXT_ITEM: dict[str, Any] = {"model": "feed-forward", "batch": 512, "split": "last"}
+NEXT_ITEM: dict[str, Any] = {"model": "feed-forward", "batch": 512, "split": "last", "dropout": 0.1}
 DATASETS: dict[str, dict[str, Any]] = {
     "diginetica": {**NEXT_ITEM, "epochs": 3},
     "beauty": {**NEXT_ITEM, "epochs": 20, "user_first": True, "dropout": 0.5},
@@ -34,7 +34,7 @@ TASKS: dict[str, tuple[str, type[Settings], dict[str, Any]]] = {
 #: What is compared, and settings that depend on the optimiser. On Beauty larger rates end above the loss of the start.
 #: Tied embeddings make all gradients of the full softmax dense, so that its AdamW is torch's own.
 PAIRS: dict[tuple[str, str], dict[str, Any]] = {
-    ("diginetica", "adagrad"): {},
+    ("diginetica", "adagrad"): {"lr": 0.05},
     ("diginetica", "adam"): {"lr": 0.002},
     ("beauty", "adagrad"): {"lr": 0.01},
     ("beauty", "adam"): {"lr": 0.0005},

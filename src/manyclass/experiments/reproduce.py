@@ -26,7 +26,9 @@ FIXED = (10, 40, 160)
 #: The symmetric kernels, which the paper trains with the absolute softmax.
 ABSOLUTE = ("quadratic", "quartic")
 BLOCKS = "blocks"
-NEXT_ITEM = "next-item --split last --model feed-forward --features 64 --dropout 0 --lr 0.05 --batch"
+NEXT_ITEM = (
+    "next-item --split last --model feed-forward --features 64 --dropout 0 --optimizer adagrad --lr 0.05 --batch"
+)
 
 
 class Dataset(NamedTuple):

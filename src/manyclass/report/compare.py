@@ -11,25 +11,23 @@ from rich.text import Text
 
 from .. import samplers
 from ..train.atomic import replacing
-from . import page
+from . import curves, page
 from .runs import Run
 
 TASKS = {"lm": "Language model", "next-item": "Next item", "classify": "Classification"}
 TITLE = "Held-out loss in nats, always that of the full softmax"
 STEPS, SECONDS = "training steps", "training time (seconds)"
-LOSS = "held-out loss under the full softmax (nats)"
-TRAINING_LOSS = "training loss, sampled unless the run is full (nats)"
+LOSS = "held-out loss, full softmax (nats)"
+TRAINING_LOSS = "training loss, as sampled (nats)"
+BIAS = "measured bias of the loss (nats)"
 NONE = "–"
 DIVERGED = "diverged"
-
-# As the shapes of `page`.
-MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
 def table(runs: Sequence[Run]) -> Table:
     """The runs' losses and speeds, for the terminal."""
     header, rows = _summary(runs)
-    result = Table(title=TITLE, caption=_caveat(runs))
+    result = Table(title=TITLE, caption=" ".join(filter(None, (_caveat(runs), _protocol(runs)))) or None)
     for index, column in enumerate(header):
         result.add_column(column, justify="left" if index < 2 else "right", overflow="fold")
     for row in rows:
@@ -39,30 +37,8 @@ def table(runs: Sequence[Run]) -> Table:
 
 def plot(runs: Sequence[Run], file: Path) -> None:
     """Draw the held-out loss against steps and against training time, as a PNG."""
-    from matplotlib.figure import Figure
-
-    names = [name if len(name) < 60 else f"{name[:28]}…{name[-28:]}" for name in _legend(runs)]
-    columns = max(1, min(len(runs), 120 // (max(map(len, names)) + 8)))
-    legend_height = 0.2 * math.ceil(len(runs) / columns)
-    figure = Figure(figsize=(10, 4.2 + legend_height), layout="constrained")
-    by_step, by_time = figure.subplots(1, 2, sharey=True)
-    handles = []
-    for index, run in enumerate(runs):
-        style: dict[str, Any] = {
-            "color": page.COLOURS[index % len(page.COLOURS)],
-            "marker": MARKERS[index % len(MARKERS)],
-            "markevery": page.marker_stride(len(run.rows)),
-            "dashes": page.DASHES[index // len(page.COLOURS) % len(page.DASHES)] or (None, None),
-        }
-        handles += by_step.plot(run.column("step"), run.column("heldout_loss"), **style)
-        by_time.plot(run.column("seconds"), run.column("heldout_loss"), **style)
-    by_step.set(xlabel=STEPS, ylabel=LOSS, ylim=_loss_limits(runs))
-    by_time.set(xlabel=SECONDS)
-    for axes in (by_step, by_time):
-        axes.grid(alpha=0.3)
-    labels = [name.replace("$", r"\$") for name in names]  # a dollar would begin a formula
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
-    figure.suptitle(_title(runs))
+    names = _legend(runs)
+    figure = curves.draw(_title(runs), names, _panels(runs)[:2])
     with replacing(file) as temporary:
         figure.savefig(temporary, dpi=120, format="png")
 
@@ -71,14 +47,16 @@ def write(runs: Sequence[Run], file: Path) -> None:
     """Write one HTML page that needs nothing else: table, curves, evaluations, settings."""
     names = _labels(runs)
     title, caveat = _title(runs), _caveat(runs)
+    figure = curves.draw(title, _legend(runs), _panels(runs))
     parts = [
         page.element("h1", title),
         page.element("p", caveat, class_="warning") if caveat else page.element("p", _lowest(runs)),
         page.element("h2", f"{len(runs)} runs" if len(runs) > 1 else "Run"),
         page.element("p", f"{TITLE}."),
         page.table(*_summary(runs)),
+        *([page.element("p", protocol)] if (protocol := _protocol(runs)) else []),
         page.element("h2", "Curves"),
-        _curves(runs),
+        page.image(curves.svg(figure), "image/svg+xml", f"curves of {', '.join(_legend(runs))}"),
     ]
     metrics = _keys(run.measures for run in runs)
     if metrics:
@@ -97,31 +75,28 @@ def write(runs: Sequence[Run], file: Path) -> None:
         temporary.write_text(page.document(title, parts), encoding="utf-8")
 
 
-def _curves(runs: Sequence[Run]) -> str:
-    names, losses, loss_limits = _legend(runs), [run.column("heldout_loss") for run in runs], _loss_limits(runs)
-    steps, seconds = [run.column("step") for run in runs], [run.column("seconds") for run in runs]
-    charts = [
-        page.chart(STEPS, LOSS, names, list(zip(steps, losses, strict=True)), loss_limits),
-        page.chart(SECONDS, LOSS, names, list(zip(seconds, losses, strict=True)), loss_limits),
-    ]
-    training = [run.column("train_loss") for run in runs]
-    seen = [loss for column in training for loss in column if math.isfinite(loss)]
+def _panels(runs: Sequence[Run]) -> list[curves.Panel]:
+    """Held-out loss by steps and by time; training loss and bias, if they were measured."""
+
+    def panel(x: str, name: str, label: str, limits: tuple[float, float]) -> curves.Panel:
+        columns = [(run.column("step" if x == STEPS else "seconds"), run.column(name)) for run in runs]
+        return curves.Panel(x, label, columns, limits)
+
+    found = [panel(x, "heldout_loss", LOSS, _loss_limits(runs)) for x in (STEPS, SECONDS)]
+    seen = [loss for run in runs for loss in run.column("train_loss") if math.isfinite(loss)]
     if seen:
-        curves = list(zip(steps, training, strict=True))
-        charts.append(page.chart(STEPS, TRAINING_LOSS, names, curves, page.limits(seen, 1.2 * max(seen[:1]))))
-    biases = [run.column("bias") for run in runs]
-    known = [bias for column in biases for bias in column if math.isfinite(bias)]
+        found.append(panel(STEPS, "train_loss", TRAINING_LOSS, curves.limits(seen, 1.2 * seen[0])))
+    known = [bias for run in runs for bias in run.column("bias") if math.isfinite(bias)]
     if known:
-        curves = list(zip(steps, biases, strict=True))
-        charts.append(page.chart(STEPS, "measured bias of the loss (nats)", names, curves, page.limits([0.0, *known])))
-    return page.legend(names) + '<div class="charts">\n' + "\n".join(charts) + "\n</div>"
+        found.append(panel(STEPS, "bias", BIAS, curves.limits([0.0, *known])))
+    return found
 
 
 def _loss_limits(runs: Sequence[Run]) -> tuple[float, float]:
     """All losses, except that those far above the start, of runs about to diverge, do not squeeze the others."""
     first = [run.rows[0]["heldout_loss"] for run in runs if math.isfinite(run.rows[0]["heldout_loss"])]
     losses = [loss for run in runs for loss in run.column("heldout_loss")]
-    return page.limits(losses, 1.2 * max(first) if first else math.inf)
+    return curves.limits(losses, 1.2 * max(first) if first else math.inf)
 
 
 def _side_by_side(dicts: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
@@ -161,6 +136,18 @@ def _caveat(runs: Sequence[Run]) -> str | None:
         if len({run.config.get(key) for run in runs}) > 1:
             return f"The runs have different {what}: their losses do not compare."
     return None
+
+
+def _protocol(runs: Sequence[Run]) -> str | None:
+    """How the recommenders among the runs were ranked, or that they cannot be compared."""
+    found = [run.measures for run in runs if run.task == "next-item" and run.measures]
+    ways = {(str(one.get("on")), one.get("exclude_seen") is True) for one in found}
+    if not ways:
+        return None
+    if len(ways) > 1:
+        return "The runs were ranked in different ways: their recall, MRR and NDCG do not compare."
+    ((on, excluded),) = ways
+    return f"Rankings on {on} data; items that a user had before are {'left out' if excluded else 'part'} of them."
 
 
 def _lowest(runs: Sequence[Run]) -> str:

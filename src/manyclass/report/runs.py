@@ -47,7 +47,7 @@ class Run:
     @property
     def row(self) -> dict[str, float]:
         """The evaluation of the checkpoint that the run keeps: the best one, if it selects one, or the last."""
-        select = self.config["settings"].get("select") or ("loss" if self.config.get("test_examples") else None)
+        select = self.config.get("select")
         name = "heldout_loss" if select == "loss" else str(select).replace("@", "_")
         rows = [row for row in self.rows if row["step"] > 0 and math.isfinite(row.get(name, math.nan))]
         if not rows:

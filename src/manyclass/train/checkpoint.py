@@ -18,7 +18,7 @@ from torch import Tensor
 from .records import first_line, quoted, regular, typed
 
 #: Version of the format; another one is refused.
-FORMAT = 2
+FORMAT = 3
 WEIGHTS, STATE = "model", "state"
 #: How the JSON text refers to a tensor of the file, and to one that has the rows of this rank's classes.
 TENSOR, ROWS = "$tensor", "$rows"

@@ -45,6 +45,7 @@ def evaluate(
     targets = queries = 0
     state = None
     for batch in task.heldout(limit, test, exclude_seen):
+        batch = batch.to(model.device)
         hidden, state = model.hidden(batch, state)
         wanted = batch.target != IGNORE
         kept = wanted.any(dim=-1)
@@ -81,7 +82,7 @@ def ranking(best: Tensor, target: Tensor, cutoffs: tuple[int, ...]) -> dict[str,
     """
     hit = (best.unsqueeze(-1) == target.unsqueeze(1)).any(dim=-1).double()
     right = (target != IGNORE).sum(dim=-1)
-    discount = 1 / torch.arange(2, best.shape[1] + 2, dtype=torch.double).log2()
+    discount = 1 / torch.arange(2, best.shape[1] + 2, dtype=torch.double, device=best.device).log2()
     sums = {}
     for k in cutoffs:
         first = hit[:, :k]

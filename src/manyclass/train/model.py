@@ -12,7 +12,7 @@ from .. import losses, samplers
 from ..full import FullSoftmax
 from ..sampled import SampledSoftmax
 from ..shard import Shard
-from .records import quoted
+from .records import first_line, quoted
 from .settings import FULL, SOFTMAX, Settings
 from .tasks import Batch, Task
 from .tasks.base import IGNORE
@@ -87,7 +87,7 @@ class Model(nn.Module):
             self.task.recommends()
         found = []
         for line in lines:
-            batch = self.task.encode(line)
+            batch = self.task.encode(line).to(self.device)
             seen = batch.seen if exclude_seen else None
             values, ids = best(self.head, self.hidden(batch)[0][:, -1], k, seen)
             pairs = zip(ids[0].tolist(), values[0].tolist(), strict=True)
@@ -115,6 +115,11 @@ class Model(nn.Module):
         """Bring the embeddings of classes that a network makes up to date, if they are not, for exact results."""
         if not getattr(self.head, "fresh", True):
             self.head.refresh()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
 
     @property
     def shard(self) -> Shard:
@@ -159,6 +164,15 @@ class Model(nn.Module):
             first = next(other for other, same in self.named_parameters() if same is parameter)
             shared[name] = weights[first]
         self.load_state_dict({**self.buffers_and_extras(), **shared, **rest})
+
+
+def device_named(name: str) -> torch.device:
+    """Return a device that can be used, or raise."""
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:  # unknown, or this machine or this torch has none
+        raise ValueError(f"--device {quoted(name)} cannot be used: {first_line(error)}") from error
+    return torch.device(name)
 
 
 def _check_tower(task: Task[Any]) -> None:

@@ -13,17 +13,16 @@ from .records import first_line, quoted, typed
 
 PANELS = DATA, MODEL, LAYER, TRAINING, RUN = ("Data", "Model", "Output layer", "Training", "Run")
 #: They do not change what is learned, so a resumed run may have others.
-FREE = ("out", "resume", "threads", "timeout", "checkpoint_every", "tensorboard")
+FREE = ("out", "resume", "threads", "device", "timeout", "checkpoint_every", "tensorboard")
 #: They say how long a run is: a resumed run may be longer than it was to be.
 LENGTH = ("steps", "epochs", "patience")
-#: What runs did before there was such a setting.
-LEGACY = {"split": "last"}
 #: The sampler that is none: the exact loss over all classes.
 FULL = "full"
 #: The loss that is not one of `losses`: the softmax, sampled or full.
 SOFTMAX = "softmax"
 #: Settings that are options of samplers; None leaves the sampler's default.
 SAMPLER_OPTIONS = ("own", "probe", "scope", "power")
+DEVICE = "Where to compute, such as cuda:0. No GPU was tried, only a simulated one."
 
 
 class Shown(NamedTuple):
@@ -104,6 +103,10 @@ Test = Annotated[Path | None, _option(DATA, "File for the final figures, which n
 MinCount = Annotated[int, _option(DATA, "Classes are what occurs at least this often.", min=1)]
 Batch = Annotated[int, _option(TRAINING, "Streams of text, users, or documents in a step.", min=1, max=10_000_000)]
 Epochs = Annotated[float, _option(TRAINING, "Passes over the data.", min=0.0)]
+Optimizer = Annotated[
+    Literal["adagrad", "sgd", "adam", "adamw"],
+    _option(TRAINING, "Optimiser; adagrad wants an --lr such as 0.05, adam and adamw a smaller one, such as 0.003."),
+]
 Rate = Annotated[float, _option(TRAINING, "Learning rate.", "--lr")]
 
 
@@ -126,10 +129,7 @@ class Settings:
             LAYER, "For the loss `hierarchical`: a run whose class vectors make the tree; default: a Huffman tree."
         ),
     ] = None
-    optimizer: Annotated[
-        Literal["adagrad", "sgd", "adam", "adamw"],
-        _option(TRAINING, "Optimiser; adam and adamw want a smaller --lr, such as 0.001."),
-    ] = "adagrad"
+    optimizer: Optimizer = "adagrad"
     lr: Rate = 0.05
     schedule: Annotated[
         Literal["constant", "linear", "exponential"],
@@ -147,7 +147,9 @@ class Settings:
     select: Annotated[
         Literal["loss", "recall@10", "recall@20", "ndcg@10", "mrr@10"] | None,
         _option(
-            TRAINING, "Keep the checkpoint that is best by this held-out measure; default: loss if there are test data."
+            TRAINING,
+            "Keep the checkpoint that is best by this held-out measure; default, if there are test data: loss, or "
+            "ndcg@10 for next-item.",
         ),
     ] = None
     patience: Annotated[
@@ -169,6 +171,7 @@ class Settings:
         bool, _option(RUN, "Go on where the run in --out stopped; start if there is none.", "--resume")
     ] = False
     threads: Annotated[int | None, _option(RUN, "CPU threads; default: what torch chooses.", min=1)] = None
+    device: Annotated[str, _option(RUN, DEVICE)] = "cpu"
     timeout: Annotated[
         float, _option(RUN, "Under torchrun: seconds after which a process that does not answer ends the run.", min=1)
     ] = 300.0
@@ -253,7 +256,7 @@ class Settings:
     def differences(self, other: dict[str, Any]) -> list[str]:
         """Names of the settings that differ from those of another run, of those that change what is learned."""
         taken = {} if self.sampler == FULL else samplers.options(self.sampler)
-        defaults = {field.name: field.default for field in dataclasses.fields(self)} | LEGACY
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
 
         def effective(settings: dict[str, Any], name: str) -> Any:
             value = settings.get(name, defaults[name])
@@ -304,6 +307,32 @@ class LanguageSettings(Settings):
         self.text, self.more_text = [*(self.text or []), *(self.more_text or [])] or None, None
         if (self.text is None) == (self.corpus is None):
             raise ValueError("give a text, --text FILE, or --corpus python")
+
+
+#: Settings of `manyclass train` by a name, in place of the defaults; by the name of the task.
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "lm": {
+        # Zaremba et al. (2014), the medium model, trained as in TensorFlow's tutorial, which sums the loss over 35
+        # words and takes lr 1 and norm 5; ours is a mean.
+        "ptb-medium": {
+            "split": "blanks",
+            "min_count": 1,
+            "features": 650,
+            "layers": 2,
+            "dropout": 0.5,
+            "batch": 20,
+            "length": 35,
+            "sampler": FULL,
+            "optimizer": "sgd",
+            "lr": 35.0,
+            "clip": 5 / 35,
+            "schedule": "exponential",
+            "epochs": 39.0,
+            "evaluations": 39,
+            "eval_examples": 100_000,
+        },
+    },
+}
 
 
 @dataclass(kw_only=True)
@@ -370,10 +399,20 @@ class NextItemSettings(Settings):
     ] = None
     features: Features = 64
     layers: Layers = 2
-    dropout: Dropout = 0.1
-    tied: Tied = False
+    dropout: Dropout = 0.3
+    tied: Annotated[
+        bool | None,
+        _option(
+            MODEL,
+            "Use the input embeddings as output weights, too; default: --tied for a transformer in one process "
+            "without --item-feature.",
+            "--tied/--untied",
+        ),
+    ] = None
     batch: Batch = 128
     epochs: Epochs = 10.0
+    optimizer: Optimizer = "adam"
+    lr: Rate = 0.003
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -386,6 +425,8 @@ class NextItemSettings(Settings):
             raise ValueError("--init takes no --item-feature: the values of another run's columns have other numbers")
         if self.sequences and (self.sep is not None or self.no_header):
             raise ValueError("--sequences is for one sequence per line, so it takes no --sep and no --no-header")
+        if self.tied is None and (self.model != "transformer" or self.loss != SOFTMAX or self.item_feature):
+            self.tied = False
 
 
 @dataclass(kw_only=True)

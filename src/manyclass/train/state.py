@@ -35,21 +35,30 @@ class State:
     best: tuple[int, float] | None = None
     #: State of a recurrent trunk, each ``(layers, rows of this process, features)``.
     hidden: tuple[Tensor, ...] | None = None
+    #: Where the run computes, so that the random numbers of this device are saved, too.
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as dicts, lists, numbers and tensors."""
-        return {**vars(self), "rows": [list(row) for row in self.rows], "random": torch.get_rng_state()}
+        random = {"cpu": torch.get_rng_state()}
+        if self.device.type != "cpu":
+            random[self.device.type] = torch.get_device_module(self.device).get_rng_state(self.device)
+        rows = [list(row) for row in self.rows]
+        return {**vars(self), "device": self.device.type, "rows": rows, "random": random}
 
     def load_state_dict(self, content: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; without random numbers the generator stays as it is."""
+        """Restore what `state_dict` returned; generators that it has no state of stay as they are."""
         self.step, self.count = (typed(content[name], int, name) for name in ("step", "count"))
         self.seconds, self.total = (typed(content[name], float, name) for name in ("seconds", "total"))
         self.cpu_seconds = typed(content.get("cpu_seconds", 0.0), float, "cpu_seconds")
         self.rows = [Metrics(*row) for row in content["rows"]]
         self.best = _best(content)
-        self.hidden = None if content["hidden"] is None else tuple(content["hidden"])
-        if content["random"] is not None:
-            torch.set_rng_state(content["random"])
+        self.hidden = None if content["hidden"] is None else tuple(one.to(self.device) for one in content["hidden"])
+        random = typed(content["random"], dict, "random")
+        if "cpu" in random:
+            torch.set_rng_state(random["cpu"])
+        if self.device.type != "cpu" and self.device.type in random:
+            torch.get_device_module(self.device).set_rng_state(random[self.device.type], self.device)
 
 
 def write(run: Run, model: Model, optimizer: Any, state: State, processes: Processes) -> None:
@@ -88,7 +97,7 @@ def restore(folder: Path, model: Model, optimizer: Any, state: State, processes:
     load_state_by_name(model, optimizer, content["optimizer"])
     if not same:
         everyone = [reader.load(STATE, rank, rows)["training"]["hidden"] for rank in range(reader.world)]
-        content["training"] |= {"random": None, "hidden": _cut(everyone, processes)}
+        content["training"] |= {"random": {}, "hidden": _cut(everyone, processes)}
         content["shard"] = None
     if content["shard"] is not None and processes.world > 1:
         model.head.load_shard_state(content["shard"])

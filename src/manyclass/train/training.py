@@ -20,7 +20,7 @@ from .data import Vocabulary
 from .data.files import Advance, ignore
 from .data.vocabulary import digest
 from .evaluation import evaluate
-from .model import Model
+from .model import Model, device_named
 from .processes import Processes
 from .records import first_line, quoted
 from .run import CHECKPOINT, Metrics, Run
@@ -49,7 +49,12 @@ def prepare(name: str, settings: Settings, advance: Advance = ignore, processes:
     Of several processes the first does it, and all get their part of every batch.
     """
     processes = processes or Processes()
+    if device_named(settings.device).type != "cpu" and processes.world > 1:
+        raise ValueError(f"--device {settings.device}: several processes compute on the CPU")
     part = (processes.rank, processes.world)
+    if getattr(settings, "tied", False) is None:
+        run = Run(settings.out)
+        settings.tied = run.config()["settings"].get("tied") if run.exists() else processes.world == 1  # pyright: ignore
     if processes.first:
         task = _prepare(name, settings, advance, part)
         processes.after_first(done=True)
@@ -104,7 +109,7 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
     settings = task.settings
     vectors = class_vectors(task, Run(settings.tree)) if settings.tree is not None and not run.checkpoints() else None
     torch.manual_seed(settings.seed)
-    model = Model(task, settings, vectors)
+    model = Model(task, settings, vectors).to(device_named(settings.device))
     if settings.init is not None and not run.checkpoints():
         initialise(model, task, Run(settings.init))
     if processes.first and not run.exists():  # not before: what no model can be made of is no run
@@ -112,7 +117,7 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
     optimizer = optimisation.make(model, settings)
     steps = settings.steps or max(1, round(settings.epochs * task.steps_per_epoch))
     milestones = {round(steps * part / settings.evaluations) for part in range(settings.evaluations + 1)} - {0}
-    state = State()
+    state = State(device=model.device)
     _start(run, model, optimizer, state, processes, settings.seed)
     if state.step > steps:
         raise ValueError(f"{run.folder} has done {state.step} steps already, so it cannot end after {steps}")
@@ -127,7 +132,7 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
         if state.step % task.steps_per_epoch == 0:
             state.hidden = None
         with processes.together("gradients"):
-            loss, state.hidden = model(task.batch(state.step), state.hidden)
+            loss, state.hidden = model(task.batch(state.step).to(model.device), state.hidden)
             model.zero_grad()
             loss.backward()
         clip_grad_norm_(model.parameters(), settings.clip)
@@ -168,7 +173,7 @@ def selected(task: Task[Any], rows: list[Metrics]) -> tuple[str, Metrics] | None
 
     None if the run keeps its last checkpoint, or has none yet.
     """
-    select = task.settings.select or ("loss" if task.test_examples else None)
+    select = task.selects
     rows = [row for row in rows if row.step > 0 and select and not math.isnan(row.measure(select))]
     if select is None or not rows:
         return None
@@ -221,6 +226,7 @@ def _config(task: Task[Any], run: Run) -> dict[str, Any]:
         "heldout_examples": task.heldout_examples,
         "test_examples": task.test_examples,
         "threads": torch.get_num_threads(),
+        "select": task.selects,
         "vocabulary": digest(run.vocabulary),
         "settings": task.settings.to_json(),
     }
@@ -311,8 +317,9 @@ def schedule(name: str, done: float) -> float:
     return 1.0
 
 
-def load(run: Run) -> tuple[Model, Task[Any], int]:
+def load(run: Run, device: str = "cpu") -> tuple[Model, Task[Any], int]:
     """Load the model of a run's best checkpoint, if it selects one, or of its last; return its task and step, too."""
+    place = device_named(device)
     with usable(run):
         config = _read_config(run)
         settings_type, kind = TASKS[config["task"]]
@@ -320,6 +327,7 @@ def load(run: Run) -> tuple[Model, Task[Any], int]:
         task = kind(settings, run.data, _vocabulary(run, config))
         model = Model(task, settings)
         step = saved.restore_model(run, model)
+        model.to(place)
         model.refresh()
     return model.eval(), task, step
 

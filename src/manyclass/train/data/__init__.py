@@ -2,7 +2,7 @@
 
 from .interactions import Interactions, encode_interactions, read_interactions
 from .labelled import Labelled, read_labelled
-from .ragged import Ragged
+from .spool import Ragged
 from .synth import synthesise
 from .text import encode_text, prepare_text, python_sources
 from .vocabulary import Vocabulary

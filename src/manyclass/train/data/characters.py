@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .ragged import Ragged, RaggedWriter
+from .spool import Ragged, RaggedWriter
 
 #: Lengths of the n-grams, with ``<`` and ``>`` around a name; the whole name is one more.
 SIZES = (3, 4)

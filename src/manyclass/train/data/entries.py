@@ -2,20 +2,19 @@
 
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import polars as pl
 
 from ..records import quoted
 from . import spool
-from .columns import Columns, Layout
+from .columns import Batch, Columns, Layout
 from .files import Advance, read_lines
-from .names import FirstValues, Names
 from .spool import Spool
 from .tables import is_table, read_table
-from .times import Times
 from .vocabulary import numbering
 
 #: Rows that people are shown, and items of each.
@@ -24,6 +23,133 @@ PREVIEW, SHOWN = 3, 8
 LOOKED_AT = 10
 SEPARATORS = ("\t", "::", ";", ",", "|")
 SHELL = {"\t": "tab"}
+#: Times that quantiles are estimated from.
+SAMPLE = 1 << 20
+
+
+class Names:
+    """The names in a column of a table that comes in batches; memory: each name once."""
+
+    def __init__(self) -> None:
+        #: Numbers from 0 in the order of first sight.
+        self.numbers = numbering()
+
+    def codes(self, column: pl.Series) -> np.ndarray:
+        """The numbers of a batch, shape ``(rows,)``, int32; -1 where there is no name."""
+        rows = column.to_frame("name").with_row_index("row").drop_nulls()
+        groups = rows.group_by("name", maintain_order=True).agg("row")
+        numbers = np.fromiter(map(self.numbers.__getitem__, groups["name"].to_list()), np.int32, len(groups))
+        codes = np.full(len(column), -1, dtype=np.int32)
+        codes[groups["row"].explode().to_numpy()] = np.repeat(numbers, groups["row"].list.len().to_numpy())
+        return codes
+
+
+class FirstValues:
+    """The first value that each user has in a column that comes in batches; memory: names, 4 bytes per user."""
+
+    def __init__(self) -> None:
+        self.names = Names()
+        self._codes = np.empty(0, dtype=np.int32)
+
+    def add(self, users: np.ndarray, column: pl.Series) -> None:
+        """Look at a batch; ``users``, shape ``(rows,)``, tells whose values these are."""
+        more = int(users.max()) + 1 - len(self._codes)
+        if more > 0:  # twice as many, so that all growing together costs no more than the last
+            self._codes = np.append(self._codes, np.full(max(more, len(self._codes)), -1, dtype=np.int32))
+        codes = self.names.codes(column)
+        known = np.flatnonzero(codes >= 0)
+        owners, first = np.unique(users[known], return_index=True)
+        new = self._codes[owners] < 0
+        self._codes[owners[new]] = codes[known[first[new]]]
+
+    def codes(self, users: int) -> np.ndarray:
+        """The number of the value of each of ``users``, or -1; shape ``(users,)``, int32."""
+        return self._codes[:users]
+
+
+class Times:
+    """The timestamps of a file, batch by batch, on disk; memory: a batch.
+
+    Strings are whole numbers if all of the file are, else floating point numbers, else dates, in the format of the
+    first. So whole numbers become floating point numbers when one comes that is not whole.
+    """
+
+    def __init__(self, file: Path, folder: Path):
+        self._file, self._folder = file, folder
+        self.spool = Spool(folder, np.int64)
+        #: The first of the strings, if they are dates; shape ``(1,)``.
+        self._date: pl.Series | None = None
+        #: What the numbers stand for, if dates.
+        self._unit: pl.DataType | None = None
+
+    def __enter__(self) -> "Times":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.spool.__exit__()
+
+    def append_none(self, count: int) -> None:
+        """Add ``count`` interactions that have no time."""
+        self._append(np.zeros(count, dtype=np.int8))
+
+    def append(self, batch: Batch, name: str) -> None:
+        """Add the column ``name`` of a batch; raises if a value is not like the others."""
+        column = batch.frame[name]
+        if column.dtype.is_integer() or column.dtype.is_float() or column.dtype.is_temporal():
+            parsed = column
+        elif column.dtype == pl.String:
+            parsed = self._parse(column)
+        else:
+            raise ValueError(f"{self._file}: {name} must be numbers or dates, not {column.dtype}")
+        wrong = parsed.is_null() | ~parsed.is_finite() if parsed.dtype.is_float() else parsed.is_null()
+        if wrong.any():
+            value = str(column.filter(wrong)[0])
+            place = next(place for place, record in batch.records() if record[name] == value)
+            raise ValueError(
+                f"{self._file}, {place}: {name} {quoted(value)} is not a number, or a date like the others"
+            )
+        if parsed.dtype.is_temporal():
+            self._unit = parsed.dtype
+        self._append(parsed.to_physical().to_numpy())
+
+    def span(self) -> str | None:
+        """The first and the last time, for people; None without times."""
+        parts = [(chunk.min(), chunk.max()) for chunk in self.spool.chunks()]
+        if self.spool.dtype == np.int8 or not parts:
+            return None
+        ends = pl.Series([min(low for low, _ in parts), max(high for _, high in parts)])
+        return " to ".join(map(str, ends if self._unit is None else ends.cast(self._unit)))
+
+    def quantiles(self, shares: tuple[float, ...]) -> list[float]:
+        """The times that these shares of all interactions are before, about; memory: a sample."""
+        stride = max(1, len(self.spool) // SAMPLE)
+        sample = np.concatenate([chunk[::stride] for chunk in self.spool.chunks()])
+        return [float(value) for value in np.quantile(sample, shares, method="higher")]
+
+    def _parse(self, column: pl.Series) -> pl.Series:
+        """Null where a string is not what the others are."""
+        if self._date is not None:
+            # Polars takes the format from the first string that it sees.
+            return pl.concat([self._date, column]).str.to_datetime(strict=False)[1:]
+        numbers = column.cast(pl.Int64, strict=False)
+        if numbers.null_count() or self.spool.dtype != np.int64:
+            numbers = column.cast(pl.Float64, strict=False)
+        if numbers.null_count() and not len(self.spool):
+            with suppress(pl.exceptions.PolarsError):  # raised if the first value is no date
+                dates = column.str.to_datetime(strict=False)
+                if dates.null_count() < numbers.null_count():
+                    self._date = column[:1]
+                    return dates
+        return numbers
+
+    def _append(self, numbers: np.ndarray) -> None:
+        if numbers.dtype != self.spool.dtype:
+            converted = Spool(self._folder, numbers.dtype)
+            for chunk in self.spool.chunks():
+                converted.append(chunk)
+            self.spool.__exit__()
+            self.spool = converted
+        self.spool.append(numbers)
 
 
 class Entries(NamedTuple):

@@ -12,8 +12,7 @@ from ..atomic import replacing
 from ..records import quoted
 from .columns import Batch, Columns, Layout
 from .files import Advance
-from .ragged import Ragged, RaggedWriter
-from .spool import load_array
+from .spool import Ragged, RaggedWriter, load_array
 from .tables import is_table, read_table
 from .texts import Texts
 from .vocabulary import numbering

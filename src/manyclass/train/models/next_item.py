@@ -1,5 +1,7 @@
 """Models that predict the next item of a user: the paper's feed-forward network, and a causal transformer."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -80,13 +82,12 @@ class Transformer(nn.Module):
         if features % heads:
             raise ValueError(f"features must be a multiple of the {heads} attention heads, got {features}")
         self.embedding = table(num_classes, features) if tower is None else tower
+        # As in SASRec: embeddings in a table are small, since they may be output weights, too.
+        self.scale = features**0.5 if tower is None else 1.0
         self.users = table(user_values, features) if user_features else None
-        self.heads = heads
         self.position = nn.Parameter(torch.zeros(history, features))
-        layer = nn.TransformerEncoderLayer(
-            features, heads, 4 * features, dropout, activation="gelu", batch_first=True, norm_first=True
-        )
-        self.encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(features), enable_nested_tensor=False)
+        self.blocks = nn.ModuleList(_Block(features, heads, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(features)
         self.dropout = nn.Dropout(dropout)
 
     def forward(
@@ -94,18 +95,49 @@ class Transformer(nn.Module):
         items: Tensor,  # shape: (batch, history), with −1 where there is none: on the left
         users: Tensor,  # shape: (batch, user_features)
     ) -> Tensor:
-        """Hidden states ``(batch, history, features)``."""
-        if not len(items):  # torch's attention needs a row; its gradient is zero
-            return self(items.new_zeros(1, items.shape[1]), users.new_zeros(1, users.shape[1]))[:0]
-        length = items.shape[1]
-        hidden = _look_up(self.embedding, items) + self.position[-length:]
+        """Hidden states ``(batch, history, features)``, zero where there is no item."""
+        row, place = (items >= 0).nonzero(as_tuple=True)  # most places of most users are empty: they cost nothing
+        hidden = self.scale * look_up(self.embedding, items[row, place]) + self.position[place - items.shape[1]]
         if self.users is not None:
-            hidden = hidden + self.users(users).sum(dim=1, keepdim=True)
-        later = torch.ones(length, length, dtype=torch.bool, device=items.device).triu(1)
-        # Empty places are seen by nobody but themselves, so that no row of the attention is empty.
-        empty = items < 0
-        blocked = (later | empty.unsqueeze(1)) & ~torch.eye(length, dtype=torch.bool, device=items.device)
-        return self.encoder(self.dropout(hidden), mask=blocked.repeat_interleave(self.heads, dim=0))
+            hidden = hidden + self.users(users).sum(dim=1)[row]
+        hidden = self.dropout(hidden)
+        # Moved to the left, so that the causal mask hides the empty places, too.
+        moved = place - (items < 0).sum(dim=1)[row]
+        longest = max(1, int((items >= 0).any(dim=0).sum()))
+        for block in self.blocks:
+            hidden = block(hidden, row, moved, (len(items), longest))
+        return _padded(self.norm(hidden), row, place, items.shape)
+
+
+class _Block(nn.Module):
+    """Causal self-attention and a hidden layer, each normalised before and added to its input."""
+
+    def __init__(self, features: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.layers_norm = nn.LayerNorm(features), nn.LayerNorm(features)
+        self.projection, self.output = nn.Linear(features, 3 * features), nn.Linear(features, features)
+        self.layers = nn.Sequential(nn.Linear(features, 4 * features), nn.GELU(), nn.Linear(4 * features, features))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        hidden: Tensor,  # shape: (places, features)
+        row: Tensor,  # shape: (places,)
+        place: Tensor,  # shape: (places,), in the row, from 0 without gaps
+        shape: Sequence[int],  # rows, and at least the most places of one
+    ) -> Tensor:
+        """Return the next hidden states ``(places, features)``."""
+        projected = _padded(self.projection(self.attention_norm(hidden)), row, place, shape)
+        query, key, value = projected.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.dropout(self.output(attended.transpose(1, 2).flatten(2)[row, place]))
+        return hidden + self.dropout(self.layers(self.layers_norm(hidden)))
+
+
+def _padded(hidden: Tensor, row: Tensor, place: Tensor, shape: Sequence[int]) -> Tensor:
+    """Put hidden states ``(places, features)`` to their rows and places; zero elsewhere."""
+    return hidden.new_zeros(*shape, hidden.shape[-1]).index_put((row, place), hidden)
 
 
 def _look_up(embedding: nn.Module, items: Tensor) -> Tensor:

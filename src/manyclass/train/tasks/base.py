@@ -34,6 +34,11 @@ class Batch(NamedTuple):
     #: Classes that each row has had before, ``(batch, most of them)``, padded with `IGNORE`; only where asked for.
     seen: Tensor | None = None
 
+    def to(self, device: torch.device) -> "Batch":
+        """Move all tensors to a device."""
+        inputs = tuple(value.to(device) for value in self.inputs)
+        return Batch(inputs, *(None if value is None else value.to(device) for value in self[1:]))  # pyright: ignore
+
 
 class Task(ABC, Generic[S]):
     """A data set, prepared in a folder, as batches that are functions of the step: a run can go on anywhere.
@@ -54,6 +59,8 @@ class Task(ABC, Generic[S]):
     #: 0 without test data.
     test_examples: int = 0
     steps_per_epoch: int
+    #: What the best checkpoint is selected by, if nothing else is asked for.
+    measure = "loss"
     #: Whether rankings are measured in training, besides the loss.
     ranked = True
 
@@ -96,6 +103,11 @@ class Task(ABC, Generic[S]):
     def ids(self) -> dict[str, int]:
         """The class of each name."""
         return self.vocabulary.ids()
+
+    @property
+    def selects(self) -> str | None:
+        """The measure that the best checkpoint is selected by; None: the last one is kept."""
+        return self.settings.select or (self.measure if self.test_examples else None)
 
     def recommends(self) -> None:
         """Raise unless examples have a history of classes that can be excluded."""

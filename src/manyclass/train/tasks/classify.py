@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from ..data import Vocabulary
 from ..data.files import Advance
 from ..data.labelled import read_labelled
-from ..data.ragged import Ragged
-from ..data.spool import load_array
+from ..data.spool import Ragged, load_array
 from ..data.texts import Texts
 from ..models import BagOfFeatures
 from ..records import typed

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from ..data import Vocabulary
 from ..data.characters import BUCKETS, write_ngrams
 from ..data.files import Advance
-from ..data.ragged import Ragged
-from ..data.spool import load_array
+from ..data.spool import Ragged, load_array
 from ..data.text import WORD, encode_text, prepare_text, python_sources
 from ..models import LSTM, Attributes, Tower
 from ..settings import LanguageSettings

@@ -13,8 +13,7 @@ from ..data.columns import Layout
 from ..data.files import Advance
 from ..data.interactions import encode_interactions, read_interactions
 from ..data.items import TEXTS, Feature, Items, Table, read_items, write_items
-from ..data.ragged import Ragged
-from ..data.spool import load_array
+from ..data.spool import Ragged, load_array
 from ..models import Attributes, FeedForward, Tower, Transformer
 from ..records import quoted, typed
 from ..settings import NextItemSettings
@@ -111,6 +110,7 @@ class NextItem(Task[NextItemSettings]):
     """Histories of users, and the item that each of them takes next."""
 
     name = "next-item"
+    measure = "ndcg@10"
 
     def __init__(
         self, settings: NextItemSettings, folder: Path, vocabulary: Vocabulary, part: tuple[int, int] = (0, 1)
