@@ -16,6 +16,8 @@ from .reproduce import BLOCKS, FULL
 NEAR = (0.5, 0.1)
 #: Methods that end further above the full softmax are not in the plot.
 SHOWN = 1.5
+#: Colours of the lines to find first.
+STRONG = {FULL: "black", BLOCKS: "red"}
 #: Their outputs estimate no log probabilities, so the loss of the softmax of these outputs is in parentheses.
 NOT_NORMALISED = ("negative", "blackout")
 PAGE, PLOT = "comparison.md", "comparison.png"
@@ -144,32 +146,30 @@ def plot(groups: Mapping[str, Sequence[Result]], file: Path) -> None:
 
     figure = Figure(figsize=(6.5 * len(groups), 6.5), layout="constrained")
     panels = figure.subplots(1, len(groups), squeeze=False)[0]
-    colours = {method: colormaps["tab20"](number % 20) for number, method in enumerate(METHODS)}
+    colours = {method: colormaps["tab20"](number % 20) for number, method in enumerate(METHODS)} | STRONG
     for (dataset, results), axes in zip(groups.items(), panels, strict=True):
         end = end_of_full(results)
         limit = end + SHOWN if math.isfinite(end) else math.inf
         runs = [one for one in results if one.curve and one.curve[-1][1] <= limit]
         for one in runs:
-            strong = one.trial.method in (FULL, BLOCKS)
-            colour = "black" if one.trial.method == FULL else colours[one.trial.method]
-            axes.plot(*zip(*one.curve, strict=True), color=colour, linewidth=2.5 if strong else 1, marker=".")
+            method = one.trial.method
+            width = 2.5 if method in STRONG else 1
+            axes.plot(*zip(*one.curve, strict=True), color=colours[method], linewidth=width, marker=".")
         axes.set(xscale="log", xlabel="training time (CPU seconds, one thread)", ylabel="held-out loss (nats)")
-        if math.isfinite(limit):
-            axes.set_ylim(top=limit)
+        axes.set_ylim(top=min(limit, axes.get_ylim()[1]))
         first = min(one.trial.seed for one in results)
         ends = {one.trial.method: one.curve[-1] for one in runs if one.trial.seed == first}
         low, high = axes.get_ylim()
         for method, height in apart({method: loss for method, (_, loss) in ends.items()}, (high - low) / 42).items():
-            colour = "black" if method == FULL else colours[method]
             axes.annotate(
                 method,
                 ends[method],
                 xytext=(1.02, (height - low) / (high - low)),
                 textcoords="axes fraction",
                 fontsize="small",
-                color=colour,
+                color=colours[method],
                 va="center",
-                arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.4, "alpha": 0.6},
+                arrowprops={"arrowstyle": "-", "color": colours[method], "linewidth": 0.4, "alpha": 0.6},
             )
         left_out = sorted({one.trial.method for one in results} - {one.trial.method for one in runs})
         note = f"\nending more than {SHOWN} above full: {', '.join(left_out)}" if left_out else ""
