@@ -1,4 +1,4 @@
-"""The generated tables of the README and of the docs; ``python tests/readme.py`` writes them."""
+"""The generated tables of the docs; ``python tests/readme.py`` writes them."""
 
 import re
 from pathlib import Path
@@ -6,15 +6,15 @@ from pathlib import Path
 from manyclass import samplers
 from manyclass.experiments import comparison, comparison_report
 
-ROOT = Path(__file__).parent.parent
-README, RELATED = ROOT / "README.md", ROOT / "docs" / "related-work.md"
-RESULTS = ROOT / "docs" / "results"
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE, RELATED, RESULTS = DOCS / "samplers.md", DOCS / "related-work.md", DOCS / "results"
 
 
 def with_table(text: str, name: str = "samplers", table: str | None = None) -> str:
     """Put a table between its two comments: that of all samplers, if no other is given."""
     place = re.compile(rf"(<!-- {name}: [^\n]* -->\n).*?(<!-- end of {name} -->\n)", re.S)
-    content = samplers.table() if table is None else table
+    # Links in the samplers' descriptions start at the root.
+    content = samplers.table().replace("](docs/", "](") if table is None else table
     written, places = place.subn(lambda found: f"{found[1]}\n{content}\n{found[2]}", text)
     assert places == 1, f"there must be comments around the table of {name} once, not {places} times"
     return written
@@ -26,7 +26,7 @@ def comparison_groups() -> dict[str, list[comparison.Result]]:
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text("utf-8")), "utf-8")
+    PAGE.write_text(with_table(PAGE.read_text("utf-8")), "utf-8")
     groups = comparison_groups()
     overview = comparison_report.overview(groups)
     RELATED.write_text(with_table(RELATED.read_text("utf-8"), "comparison", overview), "utf-8")

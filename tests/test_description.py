@@ -1,4 +1,4 @@
-"""Samplers describe themselves: names, options, scopes and data in errors, help and README come from the classes."""
+"""Samplers describe themselves: names, options, scopes and data in errors, help and docs come from the classes."""
 
 import dataclasses
 import inspect
@@ -42,13 +42,13 @@ class Sizeless(samplers.Sampler):
     """A user's sampler that forgets its number of classes."""
 
 
-def test_the_readme_has_the_table():
-    text = readme.README.read_text("utf-8")
+def test_the_page_has_the_table():
+    text = readme.PAGE.read_text("utf-8")
     assert readme.with_table(text) == text, f"run `make readme`; the table is:\n{samplers.table()}"
 
 
 def test_a_table_that_differs_is_rewritten():
-    text = readme.README.read_text("utf-8")
+    text = readme.PAGE.read_text("utf-8")
     for stale in (text.replace("`own=`", "`wide=`"), text.replace('| `"uniform"` |', '| `"even"` |')):
         assert stale != text
         assert readme.with_table(stale) == text
@@ -131,10 +131,10 @@ def help_of(name: str) -> str:
         samplers.Sampler.draw.__doc__,
         SampledSoftmax.__doc__,
         distributed.ShardedSampledSoftmax.__doc__,
-        readme.README.read_text("utf-8"),
+        readme.PAGE.read_text("utf-8"),
         help_of("num_samples"),
     ],
-    ids=["draw", "layer", "sharded", "readme", "help"],
+    ids=["draw", "layer", "sharded", "page", "help"],
 )
 def test_num_samples_has_one_meaning(text):
     assert MEANING in " ".join(text.split())

@@ -16,7 +16,6 @@ CODE = (
     "two-tower",
     "label-names",
     "identities",
-    "index",
     "explanation/theorem",
     "how-to/checkpoints",
     "how-to/faiss",
