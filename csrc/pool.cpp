@@ -53,17 +53,24 @@ std::tuple<Tensor, Tensor> pool_draw(const Tensor& sums, const Tensor& uniform, 
   const double offset = *uniform.const_data_ptr<double>();
   std::atomic<bool> sound{std::isfinite(data[1]) && data[1] >= 0};  // exceptions must not leave a thread
   torch::stable::parallel_for(0, samples, 256, [&](int64_t begin, int64_t end) {
+    // Points ascend, so most of a path is that of the point before: the share of each left child is remembered.
+    std::vector<int64_t> path(64, 0);
+    std::vector<double> lefts(64, 0.0);
+    double total = 0;
     for (int64_t k = begin; k < end; ++k) {
       double point = (offset + static_cast<double>(k)) / static_cast<double>(samples);
-      int64_t first = 0, width = blocks;  // blocks below the node
-      for (int64_t node = 1; node < blocks;) {
+      int64_t first = 0, width = blocks, node = 1;  // blocks below the node
+      for (int64_t level = 0; node < blocks; ++level) {
         width /= 2;
-        const double left = pool_share(layout, data, 2 * node, first, width, share);
+        if (path[level] != node) {
+          path[level] = node, lefts[level] = pool_share(layout, data, 2 * node, first, width, share);
+        }
+        const double left = lefts[level];
         const bool right = point >= left;
         if (right) point -= left, first += width;
         node = 2 * node + right;
       }
-      const double total = pool_share(layout, data, blocks + first, first, 1, share);
+      if (path.back() != node) path.back() = node, total = pool_share(layout, data, node, first, 1, share);
       const int64_t begin_of = layout.border(first), size = layout.size(first);
       if (!(total > 0 && total < INFINITY)) {
         sound = false;
@@ -76,8 +83,8 @@ std::tuple<Tensor, Tensor> pool_draw(const Tensor& sums, const Tensor& uniform, 
   });
   require(sound, op, ": sums must be finite and not negative");
   // Rounding can exchange neighbours at a border.
-  std::vector<std::pair<int64_t, double>> sorted(samples);
   if (!std::is_sorted(position_data, position_data + samples)) {
+    std::vector<std::pair<int64_t, double>> sorted(samples);
     for (int64_t k = 0; k < samples; ++k) sorted[k] = {position_data[k], count_data[k]};
     std::sort(sorted.begin(), sorted.end());
     for (int64_t k = 0; k < samples; ++k) position_data[k] = sorted[k].first, count_data[k] = sorted[k].second;
