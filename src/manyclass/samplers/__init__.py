@@ -71,17 +71,17 @@ _NAMED: dict[str, type[Sampler]] = {
 
 
 def names() -> tuple[str, ...]:
-    """The names that `create` knows."""
+    """Return the names that `create` knows."""
     return tuple(_NAMED)
 
 
 def named(name: str) -> type[Sampler]:
-    """The class of the sampler with this name."""
+    """Return the class of the sampler with this name."""
     return _NAMED[checks.one_of("sampler", name, names())]
 
 
 def options(sampler: str | type[Sampler]) -> dict[str, Any]:
-    """Options of a sampler, which `create` and `SampledSoftmax` take, and their defaults.
+    """Return the options of a sampler, which `create` and `SampledSoftmax` take, and their defaults.
 
     The default of an option that has to be given is ``inspect.Parameter.empty``.
     """

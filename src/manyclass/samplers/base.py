@@ -85,7 +85,7 @@ class Sampler(Described, nn.Module):
         exclude: Tensor | None = None,  # shape: (*batch)
         context: Tensor | None = None,  # shape: (*batch)
     ) -> Tensor:
-        """Log probability of ``ids`` under the distribution that `draw` draws from; −inf for the excluded class.
+        """Return the log probability of ``ids`` under the distribution of `draw`; −inf for the excluded class.
 
         Returns shape ``(*batch, k)``, float64.
         """
@@ -101,7 +101,7 @@ class Sampler(Described, nn.Module):
         return log_prob.reshape(ids.shape)
 
     def log_total(self, query: Tensor) -> Tensor:  # shape: (batch, in_features)
-        """Log of the mass of all classes before it is normalised, ``(batch,)``: how much a shard of classes has."""
+        """Return the log of the unnormalised mass of all classes, ``(batch,)``, to weigh shards against each other."""
         raise ValueError(f"{type(self).__name__} does not know the mass of a shard: take split='even'")
 
     def update(
@@ -122,12 +122,12 @@ class Sampler(Described, nn.Module):
         raise ValueError(f"probe needs a sampler with a search index, such as 'blocks'; {kind} has none")
 
     def numbers(self, num_samples: int) -> tuple[int, int]:
-        """Negatives of each example alone, and those of the pool, that `draw` gives for ``num_samples``."""
+        """Return the negatives of each example alone, and those of the pool, that `draw` gives for ``num_samples``."""
         number = math.ceil(num_samples / self.classes_per_draw) * self.classes_per_draw
         return (self.own, number) if self.scope == "batch" else (number, 0)
 
     def staleness(self) -> float:
-        """Mean age of the statistics in updates; 0 if every update brings all of them up to date."""
+        """Return the mean age of the statistics in updates; 0 if every update brings all of them up to date."""
         return 0.0
 
     def begin(self, target: Tensor) -> None:  # shape: (targets,)
@@ -162,7 +162,7 @@ class Sampler(Described, nn.Module):
         exclude: Tensor | None,  # shape: (batch,)
         context: Tensor | None,  # shape: (batch,)
     ) -> Tensor:
-        """Log probability of ``ids``, shape ``(batch, k)``, float64; that of the excluded class is ignored."""
+        """Return the log probability of ``ids``, ``(batch, k)``, float64; that of the excluded class is ignored."""
         raise NotImplementedError
 
     def _flatten(
@@ -238,6 +238,6 @@ class Incremental(Sampler):
         return checks.indices("rows", rows, self.num_classes, validate=self.validate)
 
     def _extended(self, query: Tensor, own: Tensor) -> Tensor:
-        """The query in the precision of the sampler's buffer ``own``, with a one for the offsets."""
+        """Return the query in the precision of the sampler's buffer ``own``, with a one for the offsets."""
         query = query.to(own.dtype)
         return F.pad(query, (0, 1), value=1.0) if self.columns > self.in_features else query

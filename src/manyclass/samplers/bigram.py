@@ -75,13 +75,13 @@ class Bigram(Sampler):
         return cls, {**options, "pairs": pairs}
 
     def _row(self, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The table row of each context, its share of the mixture, 0 if it was never seen, and the unigram's share."""
+        """Return the table row of each context, its share of the mixture (0 if never seen), and the unigram's."""
         row = context.clamp(max=len(self.table.offsets) - 2)
         seen = (self.table.total(row) > 0).double()
         return row, seen * (1 - self.interpolation), seen * self.interpolation + (1 - seen)
 
     def _cell(self, context: Tensor, ids: Tensor) -> Tensor:
-        """The table cell of each pair, −1 if it was never seen."""
+        """Return the table cell of each pair, −1 if it was never seen."""
         # A context beyond the last row would overflow; clamped, it asks for the empty row.
         key = context.clamp(max=len(self.table.offsets) - 2) * self.num_classes + ids
         cell = torch.searchsorted(self.keys, key).clamp(max=len(self.keys) - 1)
@@ -129,7 +129,7 @@ class Bigram(Sampler):
         return log_prob
 
     def _rests(self, context: Tensor, exclude: Tensor) -> tuple[Tensor, Tensor]:
-        """What the classes but ``exclude`` have of the table and of the unigram; neither is 1 − a rounded number."""
+        """Return the masses in the table and in the unigram of all classes but ``exclude``, without cancellation."""
         row, share, rest = self._row(context)
         cell, total = self._cell(context, exclude), self.table.total(row)
         others = total - torch.where(cell >= 0, self.table.weight[cell.clamp(min=0)], 0.0)
@@ -142,7 +142,7 @@ class Bigram(Sampler):
         return share * self._frequency(context, ids) + rest * self._unigram_frequency(ids)
 
     def _frequency(self, context: Tensor, ids: Tensor) -> Tensor:
-        """count(c, i)/count(c), 0 for a context never seen."""
+        """Return count(c, i)/count(c), 0 for a context never seen."""
         cell, total = self._cell(context, ids), self.table.total(self._row(context)[0])
         return torch.where(cell >= 0, self.table.weight[cell.clamp(min=0)] / total, 0.0)
 
@@ -155,5 +155,5 @@ class Bigram(Sampler):
 
 
 def _unit(number: Tensor) -> Tensor:
-    """Numbers in [0, 1), also where rounding has left it."""
+    """Clamp numbers to [0, 1), which rounding may have left."""
     return number.clamp(0, 1 - 2**-53)

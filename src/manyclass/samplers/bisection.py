@@ -27,7 +27,7 @@ def bisect(
 
 
 def bisect_reference(rows: Tensor, borders: Tensor) -> Tensor:
-    """`bisect` in plain PyTorch, one level at a time."""
+    """Compute `bisect` in plain PyTorch, one level at a time."""
     order, blocks = torch.arange(len(rows), device=rows.device), len(borders) - 1
     width = blocks
     while width > 1 and len(rows):

@@ -210,7 +210,7 @@ class Blocks(Counters, Incremental):
         return Index(self.partition, self.codes, *self._tables, self.prediction, self.validate)
 
     def log_total(self, query: Tensor) -> Tensor:
-        """The estimate of log Σ exp(o), or of exp(|o|), over all classes."""
+        """Return the estimate of log Σ exp(o), or of exp(|o|), over all classes."""
         return self.search(query, 1, self.probe).log_total.to(query.dtype)
 
     def log_prob(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -218,7 +218,7 @@ class Blocks(Counters, Incremental):
         raise ValueError("Blocks has no single distribution; see the log_count of a Draw")
 
     def staleness(self) -> float:
-        """Mean number of updates since a block was summarised."""
+        """Return the mean number of updates since a block was summarised."""
         return float((self.updates - self.partition.refreshed).double().mean())
 
     def __getstate__(self) -> dict[str, Any]:

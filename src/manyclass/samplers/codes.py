@@ -44,11 +44,11 @@ class Codes(nn.Module):
         self.scale[ids] = scale.squeeze(-1)
 
     def read(self, ids: Tensor) -> Tensor:
-        """The vectors ``ids``, with one more dimension of ``columns``."""
+        """Return the vectors ``ids``, with one more dimension of ``columns``."""
         return self.code[ids][..., : self.columns] * self.scale[ids].unsqueeze(-1)
 
     def dots(self, query: Tensor, ids: Tensor) -> Tensor:
-        """Products of queries ``(batch, columns)`` with vectors ``ids (batch, k)``: sums of rounded numbers."""
+        """Return products of queries ``(batch, columns)`` with vectors ``ids (batch, k)``, from rounded numbers."""
         rounded, scale = _rounded(query, self.query_largest)
         total = torch.einsum("bkc,bc->bk", self.code[ids][..., : self.columns].to(query.dtype), rounded)
         return total * (self.scale[ids] * scale)
@@ -65,18 +65,18 @@ def encode(codes: Codes, weight: Tensor, bias: Tensor | None, ids: Tensor) -> No
 
 
 def rows_of(weight: Tensor, bias: Tensor | None, ids: Tensor) -> Tensor:
-    """Rows of the class weights in float32, with their offsets as a further column if there are any."""
+    """Return the rows of the class weights in float32, with their offsets as a further column if there are any."""
     rows = weight[ids].float()
     return rows if bias is None else torch.cat([rows, bias[ids].float().unsqueeze(-1)], dim=-1)
 
 
 def native_tables(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The class weights as the native operations take them."""
+    """Return the class weights as the native operations take them."""
     return weight.contiguous(), weight.new_empty(0) if bias is None else bias.contiguous()
 
 
 def _rounded(vectors: Tensor, largest: int) -> tuple[Tensor, Tensor]:
-    """Integers of at most ``largest`` in floating point, and the scales, which have one column."""
+    """Round to integers of at most ``largest``, kept in floating point; return them and the scales, one column."""
     most = vectors.abs().amax(dim=-1, keepdim=True)
     finite, zero = torch.isfinite(most), most < TINY
     code = (vectors * (largest / most)).round()

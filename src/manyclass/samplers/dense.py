@@ -30,7 +30,7 @@ class Dense(Sampler):
         self.register_buffer("bias", torch.empty(0), persistent=False)
 
     def log_mass(self, logits: Tensor) -> Tensor:
-        """Unnormalised log probability of classes with these ``logits``; the shape is kept."""
+        """Return the unnormalised log probability of classes with these ``logits``; the shape is kept."""
         raise NotImplementedError
 
     @property
@@ -66,22 +66,22 @@ class Dense(Sampler):
         return super()._flatten(query, exclude, context)
 
     def _logits(self, query: Tensor) -> Tensor:
-        """Logits of all classes, shape ``(batch, num_classes)``, float64."""
+        """Return the logits of all classes, shape ``(batch, num_classes)``, float64."""
         return F.linear(query.to(self.weight.dtype), self.weight, self.bias if len(self.bias) else None).double()
 
     def log_total(self, query: Tensor) -> Tensor:
-        """Log of the sum over all classes."""
+        """Return the log of the sum over all classes."""
         parts = query.split(max(1, functional.MAX_LOGITS // self.num_classes))
         return torch.cat([self._log_masses(part, None).logsumexp(dim=-1).to(query.dtype) for part in parts])
 
     def _log_masses(self, query: Tensor, exclude: Tensor | None) -> Tensor:
-        """Unnormalised log q of all classes, shape ``(batch, num_classes)``, float64."""
+        """Return the unnormalised log q of all classes, shape ``(batch, num_classes)``, float64."""
         log_mass = self.log_mass(self._logits(query))
         # In the log domain and before normalising: the rest keeps its precision however large the positive is.
         return log_mass if exclude is None else log_mass.scatter(-1, exclude.unsqueeze(-1), -torch.inf)
 
     def _masses(self, query: Tensor, exclude: Tensor | None) -> Tensor:
-        """Unnormalised q of all classes, each example in a scale of its own, shape ``(batch, num_classes)``."""
+        """Return the unnormalised q of all classes ``(batch, num_classes)``, with one scale per example."""
         log_mass = self._log_masses(query, exclude)
         return log_mass.sub_(log_mass.amax(dim=-1, keepdim=True)).exp_()
 
@@ -127,7 +127,7 @@ class Softmax(Dense):
         self.prediction = prediction
 
     def log_mass(self, logits: Tensor) -> Tensor:
-        """The output itself."""
+        """Return the output unchanged."""
         return functional.output(logits, self.prediction)
 
     def extra_repr(self) -> str:
@@ -145,7 +145,7 @@ class Kernel(Dense):
         self.kernel = kernel
 
     def log_mass(self, logits: Tensor) -> Tensor:
-        """``ln K``."""
+        """Return ``ln K``."""
         return self._value(logits).log()
 
     def _value(self, logits: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class Kernel(Dense):
         return value
 
     def _masses(self, query: Tensor, exclude: Tensor | None) -> Tensor:
-        """The kernel itself; no logarithms on the way."""
+        """Return the kernel values without taking logarithms."""
         value = self._value(self._logits(query))
         return value if exclude is None else value.scatter(-1, exclude.unsqueeze(-1), 0.0)
 

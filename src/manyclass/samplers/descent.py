@@ -44,7 +44,7 @@ def last_from_rest(
 
 
 def normalise(mass: Tensor, count: Tensor) -> Tensor:
-    """Masses of the parts of a set, ``(…, parts)``, to probabilities; parts without classes get none."""
+    """Normalise the masses of a set's parts ``(…, parts)`` to probabilities; parts without classes get 0."""
     mass = torch.where(count > 0, mass.clamp(min=0), 0.0)
     total = mass.sum(dim=-1, keepdim=True)
     share = count / count.sum(dim=-1, keepdim=True).clamp(min=1)

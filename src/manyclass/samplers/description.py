@@ -46,7 +46,7 @@ class Described:
 
 
 def options(kind: type[Described]) -> dict[str, Any]:
-    """Options of a sampler class and their defaults, `REQUIRED` for those without."""
+    """Return the options of a sampler class and their defaults, `REQUIRED` for those without."""
     return {name: parameter.default for name, parameter in _parameters(kind)[0].items() if name not in PASSED}
 
 
@@ -62,12 +62,12 @@ def check_options(label: str, kind: type[Described], given: Iterable[str]) -> No
 
 
 def passed(kind: type[Described], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``values``, by the names in `PASSED`, that the constructor of a sampler class takes."""
+    """Return those of ``values``, by the names in `PASSED`, that the constructor of a sampler class takes."""
     return {name: value for name, value in values.items() if name in _parameters(kind)[0]}
 
 
 def _parameters(kind: type) -> tuple[dict[str, inspect.Parameter], bool]:
-    """Named arguments of a constructor, and whether it takes any others: ``**`` stands for those of the base class."""
+    """Return the named arguments of a constructor, and whether ``**`` forwards others to the base class."""
     named: dict[str, inspect.Parameter] = {}
     constructors = [vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base)]
     for number, constructor in enumerate(constructors):
@@ -91,7 +91,7 @@ def table(kinds: Mapping[str, type[Described]]) -> str:
 
 
 def scopes(kind: type[Described]) -> tuple[str, ...]:
-    """Scopes that a sampler class can have."""
+    """Return the scopes that a sampler class can have."""
     return SCOPES if "scope" in options(kind) else (kind.scope,)
 
 

@@ -31,18 +31,18 @@ class Draw(NamedTuple):
 
     @staticmethod
     def each(ids: Tensor, log_count: Tensor) -> "Draw":
-        """Negatives of each example, and no pool."""
+        """Return the negatives of each example, and no pool."""
         empty = ids.new_empty(0)
         return Draw(ids, log_count, empty, log_count.new_empty(0), ids.new_empty(2, 0))
 
     @staticmethod
     def shared(pool: Tensor, log_count: Tensor, shape: torch.Size, exclude: Tensor | None) -> "Draw":
-        """A pool for a batch of this ``shape``; slots that hold an example's excluded class are empty for it."""
+        """Return a pool for a batch of this ``shape``; slots that hold an example's excluded class are empty for it."""
         hidden = pool.new_empty(2, 0) if exclude is None else same_class(pool, exclude.flatten())
         return Draw(pool.new_empty(*shape, 0), log_count.new_empty(*shape, 0), pool, log_count, hidden)
 
     def hidden_mask(self) -> Tensor:
-        """Slots of the pool that are empty for one example, shape ``(examples, m)``, bool."""
+        """Return the slots of the pool that are empty for one example, shape ``(examples, m)``, bool."""
         if self.hidden.dtype == torch.bool:
             return self.hidden
         mask = self.hidden.new_zeros(math.prod(self.ids.shape[:-1]), len(self.pool), dtype=torch.bool)
@@ -50,7 +50,7 @@ class Draw(NamedTuple):
         return mask
 
     def classes(self) -> Tensor:
-        """All classes that were drawn, shape ``(number,)``, some of them several times."""
+        """Return all classes that were drawn, shape ``(number,)``, some of them several times."""
         return torch.cat([self.ids[self.log_count < math.inf], self.pool])
 
 

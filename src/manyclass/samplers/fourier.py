@@ -37,11 +37,11 @@ class FourierKernel:
         return f"FourierKernel(features={self.features}, nu={self.nu}, floor={self.floor})"
 
     def feature_dim(self, in_features: int) -> int:
-        """Cosines, sines and the floor."""
+        """Return the number of cosines and sines, plus one for the floor."""
         return 2 * self.features + 1
 
     def feature_map(self, vectors: Tensor) -> Tensor:
-        """φ: shape ``(*batch, columns)`` → ``(*batch, 2·features + 1)``."""
+        """Map vectors ``(*batch, columns)`` to features φ ``(*batch, 2·features + 1)``."""
         angle = F.normalize(vectors, dim=-1) @ self.direction.to(vectors).T
         waves = torch.cat([angle.cos(), angle.sin()], dim=-1) / math.sqrt(self.features)
         return torch.cat([waves, waves.new_full((*waves.shape[:-1], 1), math.sqrt(self.floor))], dim=-1)

@@ -75,11 +75,11 @@ class HeadTail(Incremental):
         return self.index.search(query, k, probe)
 
     def numbers(self, num_samples: int) -> tuple[int, int]:
-        """Head and tail, and no pool."""
+        """Return the sizes of head and tail as own negatives, and no pool."""
         return min(self.head, self.num_classes) + num_samples, 0
 
     def staleness(self) -> float:
-        """That of the index."""
+        """Return the staleness of the index."""
         return self.index.staleness()
 
     def draw(

@@ -55,7 +55,7 @@ class StreamingFrequency(Counters):
         self.last[ids] = self.examples
 
     def probability(self, classes: Tensor) -> Tensor:
-        """Frequencies of ``classes``, float64; 0 for those that never occurred. The shape is kept."""
+        """Return the frequencies of ``classes``, float64; 0 for those that never occurred. The shape is kept."""
         return self.number[classes].double() / self.interval[classes].double()
 
 
@@ -142,7 +142,7 @@ class InBatch(Sampler):
         raise ValueError("InBatch draws no classes of its own; see the log_count of a Draw")
 
     def numbers(self, num_samples: int) -> tuple[int, int]:
-        """No own negatives; as many shared ones as the last batch had targets, and the uniform ones."""
+        """Return no own negatives, and the targets of the last batch plus the uniform classes as the pool."""
         targets = num_samples if self._targets is None else min(num_samples, len(self._targets))
         return 0, targets + self.uniform
 

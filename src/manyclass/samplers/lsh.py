@@ -76,12 +76,12 @@ class SimHash(Snapshot):
         self.size = torch.zeros_like(self.size).scatter_add(-1, buckets, torch.ones_like(buckets))
 
     def _hash(self, vectors: Tensor) -> Tensor:
-        """Buckets of vectors ``(batch, columns)`` in all tables, shape ``(batch, tables)``."""
+        """Return the buckets of vectors ``(batch, columns)`` in all tables, shape ``(batch, tables)``."""
         signs = (vectors @ self.planes > 0).view(-1, self.tables, self.bits)
         return (signs * (1 << torch.arange(self.bits, device=vectors.device))).sum(dim=-1)
 
     def _buckets(self, query: Tensor, exclude: Tensor | None) -> tuple[Tensor, ...]:
-        """The query's buckets; their sizes; which of them hold ``exclude``; masses of all parts and of a class in each.
+        """Return the query's buckets, their sizes, which hold ``exclude``, and masses of parts and of single classes.
 
         Each is ``(batch, tables)``, the masses ``(batch, tables + 1)`` with the uniform part last.
         """

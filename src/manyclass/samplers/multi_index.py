@@ -67,13 +67,13 @@ class MultiIndex(Snapshot):
         self.size = torch.zeros_like(self.size).index_add(0, self.cell, torch.ones_like(self.cell))
 
     def _halves(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Vectors ``(batch, columns)`` in two halves of equal width; the second may end with a zero."""
+        """Split vectors ``(batch, columns)`` into two halves of equal width; the second may end with a zero."""
         half = self.codebooks.shape[-1]
         padded = F.pad(vectors, (0, 2 * half - self.columns))
         return padded[:, :half], padded[:, half:]
 
     def _log_masses(self, query: Tensor, exclude: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Log-masses of a class in each cell and of the whole cells, both ``(batch, cells)``, float64."""
+        """Return the log-masses of a class in each cell and of the whole cells, both ``(batch, cells)``, float64."""
         first, second = (
             half @ book.T
             for half, book in zip(self._halves(self._extended(query, self.weight)), self.codebooks, strict=True)
@@ -129,7 +129,7 @@ def means(rows: Tensor, number: int) -> Tensor:
 
 
 def nearest(rows: Tensor, centres: Tensor) -> Tensor:
-    """The index of the centre nearest to each row, shape ``(n,)``."""
+    """Return the index of the centre nearest to each row, shape ``(n,)``."""
     norm = centres.square().sum(dim=-1)
     parts = rows.split(max(1, functional.MAX_LOGITS // len(centres)))
     return torch.cat([(norm - 2 * part @ centres.T).argmin(dim=-1) for part in parts])

@@ -137,7 +137,7 @@ class AdaptiveNgram(Counters, Bigram):
         return (unigram + bigram + recent).log() - rest.log()
 
     def _ngram_rest(self, exclude: Tensor | None, context: Tensor) -> Tensor:
-        """The mass of the n-grams for all classes but ``exclude``, shape ``(batch, 1)``."""
+        """Return the mass of the n-grams for all classes but ``exclude``, shape ``(batch, 1)``."""
         share = (1 - self.mixture[2]).expand(len(context), 1)
         if exclude is None:
             return share
@@ -145,7 +145,7 @@ class AdaptiveNgram(Counters, Bigram):
         return share * (bigram + unigram).unsqueeze(-1)
 
     def _parts(self, context: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the unigram, the bigram and the recent classes add to q, each of the shape of ``ids``."""
+        """Return what the unigram, the bigram and the recent classes add to q, each of the shape of ``ids``."""
         _, share, rest = self._row(context)
         n_grams = 1 - self.mixture[2]
         first, last = (torch.searchsorted(self.ordered, ids.contiguous(), right=right) for right in (False, True))
@@ -156,13 +156,13 @@ class AdaptiveNgram(Counters, Bigram):
         )
 
     def _recent_rest(self, exclude: Tensor | None, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Where recent classes that are ``exclude`` begin and end, and the mass of the others; all ``(batch, 1)``."""
+        """Return the range of recent classes that equal ``exclude``, and the mass of the others; all ``(batch, 1)``."""
         classes = self.ordered.new_full((size,), -1) if exclude is None else exclude
         first, last = (torch.searchsorted(self.ordered, classes, right=right).unsqueeze(-1) for right in (False, True))
         return first, last, self.mixture[2] * (self.memory - (last - first)) / self.memory
 
     def _row(self, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As in `Bigram`, with the shares that were learned, relative to each other."""
+        """Return rows and shares as `Bigram` does, with the learned shares."""
         row = context.clamp(max=len(self.table.offsets) - 2)
         seen = (self.table.total(row) > 0).double()
         unigram = self.mixture[0] / (self.mixture[0] + self.mixture[1])

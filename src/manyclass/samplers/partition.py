@@ -88,7 +88,7 @@ class Partition(Counters):
         return math.ceil(self.num_classes / SLICE)
 
     def _slices_of(self, level: int) -> int:
-        """Slices of one segment of a level."""
+        """Return the slices of one segment of a level."""
         return math.ceil(math.ceil(self.inside / (1 << level)) / SLICE) if level < self.stepwise else 1
 
     def grow(self, weight: Tensor, bias: Tensor | None, codes: Codes) -> Tensor | None:
@@ -208,25 +208,25 @@ class Partition(Counters):
             self.sums[nodes] = self.sums[2 * nodes] + self.sums[2 * nodes + 1]
 
     def members(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """The classes of blocks, one more dimension of ``block_size``, and which of them exist."""
+        """Return the classes of blocks, one more dimension of ``block_size``, and which of them exist."""
         start, stop = self.border(blocks).unsqueeze(-1), self.border(blocks + 1).unsqueeze(-1)
         position = start + torch.arange(self.block_size, device=blocks.device)
         return self.order[position.minimum(stop - 1)].long(), position < stop
 
     def border(self, block: Tensor) -> Tensor:
-        """The first position of a block in ``order``."""
+        """Return the first position of a block in ``order``."""
         return self.outliers + block * self.inside // self.blocks
 
     def _border(self, block: int) -> int:
         return self.outliers + block * self.inside // self.blocks
 
     def _sizes(self, nodes: Tensor, level: int) -> Tensor:
-        """Classes below nodes of a level that is kept."""
+        """Return the classes below nodes of a level that is kept."""
         width = self.blocks // self.widths[level]
         return self.border((nodes + 1) * width) - self.border(nodes * width)
 
 
 def _parents(nodes: Tensor, branching: int) -> Tensor:
-    """Parents of nodes; each once on the CPU. Elsewhere counting them would make the host wait for the device."""
+    """Return parents of nodes, distinct on the CPU only: elsewhere the host would wait for the device."""
     parents = nodes // branching
     return parents.unique() if parents.device.type == "cpu" else parents

@@ -12,14 +12,14 @@ UNIFORM = 0.5
 
 
 def pool_share(partition: Partition, node: Tensor, first: Tensor, width: int) -> Tensor:
-    """The part of the pool that goes to ``width`` blocks from ``first`` on, all below ``node`` of the tree of sums."""
+    """Return the pool's share of the ``width`` blocks from ``first``, all below ``node`` of the tree of sums."""
     even = (partition.border(first + width) - partition.border(first)).double() / partition.inside
     total = partition.sums[1]
     return torch.where(total > 0, UNIFORM * even + (1 - UNIFORM) * partition.sums[node] / total, even)
 
 
 def pool_count(partition: Partition, blocks: Tensor, samples: int) -> Tensor:
-    """Expected count in a pool of each class of ``blocks``, same shape; a pool of all classes has each once."""
+    """Return the expected count in a pool of each class of ``blocks``, same shape; at most 1."""
     if samples >= partition.inside:
         return torch.ones_like(blocks, dtype=torch.float64)
     size = partition.border(blocks + 1) - partition.border(blocks)
@@ -44,7 +44,7 @@ def pool_draw(partition: Partition, uniform: Tensor, samples: int) -> tuple[Tens
 
 
 def pool_draw_reference(partition: Partition, uniform: Tensor, samples: int) -> tuple[Tensor, Tensor]:
-    """`pool_draw` in plain PyTorch, all points one level at a time."""
+    """Compute `pool_draw` in plain PyTorch, all points one level at a time."""
     point = (uniform + torch.arange(samples, device=uniform.device)) / samples
     node = torch.ones(samples, dtype=torch.long, device=uniform.device)
     first, width = torch.zeros_like(node), partition.blocks

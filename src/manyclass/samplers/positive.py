@@ -78,18 +78,18 @@ class PositiveFeatures(Snapshot):
         self.log_unit = top.squeeze(-1).double()
 
     def _shares(self, query: Tensor) -> Tensor:
-        """φ(h) in the units of the tables, each example in a scale of its own, shape ``(batch, features)``."""
+        """Return φ(h) in the units of the tables, with one scale per example, shape ``(batch, features)``."""
         log_share = self._extended(query, self.weight) @ self.direction.T + self.log_unit
         return (log_share - log_share.amax(dim=-1, keepdim=True)).double().exp()
 
     def _totals(self, exclude: Tensor | None) -> Tensor:
-        """Masses of the tables without ``exclude``, shape ``(batch or 1, features)``."""
+        """Return the masses of the tables without ``exclude``, shape ``(batch or 1, features)``."""
         row = torch.arange(self.features, device=self.log_unit.device)
         total = self.table.total(row).unsqueeze(0)
         return total if exclude is None else total - self._masses(exclude)
 
     def _masses(self, ids: Tensor) -> Tensor:
-        """Masses of classes in all tables; one more dimension of ``features``."""
+        """Return the masses of classes in all tables; one more dimension of ``features``."""
         first = torch.arange(self.features, device=ids.device) * self.num_classes
         return self.table.weight[ids.unsqueeze(-1) + first]
 

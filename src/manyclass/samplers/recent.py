@@ -38,7 +38,7 @@ class Recent(nn.Module):
         self.query[place], self.cutoff[place], self.log_total[place] = query, best.cutoff, best.log_total
 
     def shares(self, partition: Partition, blocks: Tensor, prediction: str) -> Tensor:
-        """The root mean square over the queries of the mass per class of ``blocks (k,)``, shape ``(k,)``.
+        """Return the root mean square over the queries of the mass per class of ``blocks (k,)``, shape ``(k,)``.
 
         A block that a query would visit counts with at most the mass of the least that it did visit: most visited
         classes are drawn as own negatives, and a block that the walk missed is worth as much.

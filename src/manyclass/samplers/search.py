@@ -28,21 +28,21 @@ class Index(NamedTuple):
     validate: bool = True
 
     def native(self) -> tuple[Tensor, ...]:
-        """The tensors that the native searches take."""
+        """Return the tensors that the native searches take."""
         mean, codes, tables = self.partition.mean, self.codes, native_tables(self.weight, self.bias)
         return mean.code, mean.scale, self.partition.spread, codes.code, codes.scale, *tables, self.partition.order
 
     def outputs(self, query: Tensor, ids: Tensor) -> Tensor:
-        """Exact outputs of classes ``ids (batch, k)`` for queries ``(batch, columns)``."""
+        """Return the exact outputs of classes ``ids (batch, k)`` for queries ``(batch, columns)``."""
         logits = torch.einsum("bkc,bc->bk", rows_of(self.weight, self.bias, ids), query)
         return functional.output(logits, self.prediction)
 
     def sizes(self) -> tuple[int, int, int]:
-        """Numbers that go with them."""
+        """Return the sizes that the native searches take."""
         return self.partition.outliers, self.partition.blocks, self.partition.widths[0]
 
     def chunks(self, query: Tensor, width: int) -> tuple[Tensor, ...]:
-        """The queries in parts, so that the reference gathers a bounded number of rows at a time."""
+        """Split the queries, so that the reference gathers a bounded number of rows at a time."""
         rows = self.partition.widths[0] + self.partition.outliers + (BRANCHING + self.partition.block_size) * width
         return query.split(max(1, functional.MAX_LOGITS // (rows * self.partition.columns)))
 
@@ -72,7 +72,7 @@ class Own(NamedTuple):
 
 
 def log_mass(mean: Tensor, variance: Tensor, size: float, prediction: str) -> Tensor:
-    """Log of Σ exp(o) over ``size`` Gaussian outputs with this mean and variance.
+    """Return the log of Σ exp(o) over ``size`` Gaussian outputs with this mean and variance.
 
     ``ln N + μ + σ²/2`` is right for infinitely many. N of them have no more than their maximum, ``μ + σ·√(2·ln N)``,
     which is smaller where σ > √(2·ln N): the random energy model.
@@ -84,7 +84,7 @@ def log_mass(mean: Tensor, variance: Tensor, size: float, prediction: str) -> Te
 
 
 def beam_width(partition: Partition, nodes: int, width: int) -> int:
-    """How many of the ``nodes`` of a level an example follows on its way to ``width`` blocks.
+    """Return how many of the ``nodes`` of a level an example follows on its way to ``width`` blocks.
 
     Above the leaves half as many do nearly as well, but never a smaller part of the level than the blocks are of all.
     """
@@ -186,7 +186,7 @@ def own_draw(
 
 
 def _chances(partition: Partition, found: Visited, outputs: Tensor, samples: int, number: int) -> Tensor:
-    """Probabilities of the visited classes to be drawn, float64; 0 for those that are left to the pool."""
+    """Return the probabilities of the visited classes to be drawn, float64; 0 for those that are left to the pool."""
     of_pool = pool_count(partition, found.blocks, samples).clamp(max=1).repeat_interleave(partition.block_size, dim=1)
     of_outliers = of_pool.new_full((len(outputs), partition.outliers), float(samples >= partition.num_classes))
     of_pool = torch.cat([of_outliers, of_pool], dim=1)

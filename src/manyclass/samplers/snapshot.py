@@ -55,7 +55,7 @@ class Snapshot(Counters, Incremental):
         raise NotImplementedError
 
     def staleness(self) -> float:
-        """Updates since the snapshot."""
+        """Return the updates since the snapshot."""
         return float(max(0, self.age))
 
     def _flatten(self, query: Tensor, exclude: Tensor | None, context: Tensor | None) -> Any:

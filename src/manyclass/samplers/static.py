@@ -41,7 +41,7 @@ class Uniform(Sampler):
         return ids, self._log_prob(query, ids, exclude, context)
 
     def log_total(self, query: Tensor) -> Tensor:
-        """Every class counts one."""
+        """Return ln n: every class has mass 1."""
         return query.new_full((len(query),), math.log(self.num_classes))
 
     def _log_prob(self, query, ids, exclude, context):
@@ -180,7 +180,7 @@ class Unigram(Sampler):
         return ids, self._log_prob(query, ids, exclude, context)
 
     def log_total(self, query: Tensor) -> Tensor:
-        """All counts."""
+        """Return the log of the sum of all masses."""
         return self.table.cumulative[-1].log().to(query.dtype).expand(len(query))
 
     def _log_prob(self, query, ids, exclude, context):
@@ -188,7 +188,7 @@ class Unigram(Sampler):
         return (self.table.weight[ids] / rest).log()
 
     def _rest(self, exclude: Tensor) -> Tensor:
-        """The mass of all classes but ``exclude``, same shape."""
+        """Return the mass of all classes but ``exclude``, same shape."""
         total = self.table.cumulative[-1]
         rest = total - self.table.weight[exclude]
         alone = rest <= ROUNDING * total

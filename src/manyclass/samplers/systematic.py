@@ -8,7 +8,7 @@ def chances(
     log_mass: Tensor,  # shape: (batch, candidates); −inf for one that must not be drawn
     number: int,
 ) -> Tensor:
-    """Probabilities min(1, c·mass) whose sum is ``number``, or 1 for all if there are fewer; the shape is kept."""
+    """Return probabilities min(1, c·mass) whose sum is ``number``, or 1 for all if there are fewer."""
     mass = (log_mass - log_mass.amax(dim=-1, keepdim=True).clamp(min=-1e30)).double().exp()
     largest, place = mass.sort(dim=-1, descending=True)
     # The largest are certain as long as c·mass ≥ 1 for the c that is left for them and all smaller ones.

@@ -150,7 +150,7 @@ class KernelTree(Incremental):
         return ids, log_prob
 
     def _draw_reference(self, query: Tensor, uniform: Tensor, exclude: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The same draw from the masses of all nodes: one uniform number, rescaled at each step."""
+        """Make the same draw from the masses of all nodes: one uniform number, rescaled at each step."""
         results = []
         for part, numbers, positive in self._chunks(self._work(uniform.shape[-1]), query, uniform, exclude):
             leaf_prob = self._leaf_prob(part, positive)
@@ -179,12 +179,12 @@ class KernelTree(Incremental):
         return torch.cat(results)
 
     def log_total(self, query: Tensor) -> Tensor:
-        """Log of ⟨φ(h), z(all)⟩."""
+        """Return the log of ⟨φ(h), z(all)⟩."""
         features = self._features(self._extended(query, self.weight))
         return self._masses(features, 0).sum(dim=-1).clamp(min=1e-30).log().to(query.dtype)
 
     def _leaf_prob(self, query: Tensor, exclude: Tensor | None) -> Tensor:
-        """P(leaf) of all leaves, the product of the probabilities along the path, shape ``(batch, leaves)``."""
+        """Return P(leaf) of all leaves, the product of the probabilities along the path, shape ``(batch, leaves)``."""
         features = self._features(query)
         prob = torch.ones(len(query), 1, dtype=torch.float64, device=query.device)
         above = None
@@ -205,13 +205,13 @@ class KernelTree(Incremental):
         return prob
 
     def _masses(self, features: Tensor, level: int) -> Tensor:
-        """⟨φ(h), z(C)⟩ for all nodes of a level, shape ``(batch, nodes)``."""
+        """Return ⟨φ(h), z(C)⟩ for all nodes of a level, shape ``(batch, nodes)``."""
         masses = features @ self._level(level).T
         check_finite(masses, self.validate)
         return masses
 
     def _class_prob(self, query: Tensor, leaf: Tensor, exclude: Tensor | None) -> Tensor:
-        """P(class | leaf) of all classes of the leaves ``(batch, k)``, shape ``(batch, k, leaf_size)``."""
+        """Return P(class | leaf) of all classes of the leaves ``(batch, k)``, shape ``(batch, k, leaf_size)``."""
         classes, inside = self._classes(leaf)
         if exclude is not None:
             inside = inside & (classes != exclude[:, None, None])
@@ -219,7 +219,7 @@ class KernelTree(Incremental):
         return normalise(value.double(), inside.double())
 
     def _classes(self, leaf: Tensor) -> tuple[Tensor, Tensor]:
-        """The classes of leaves, one more dimension of ``leaf_size``, and which of them exist."""
+        """Return the classes of leaves, one more dimension of ``leaf_size``, and which of them exist."""
         classes = leaf.unsqueeze(-1) * self.leaf_size + torch.arange(self.leaf_size, device=leaf.device)
         return classes.clamp(max=self.num_classes - 1), classes < self.num_classes
 
@@ -228,15 +228,15 @@ class KernelTree(Incremental):
         return F.pad(features, (0, self.sums.shape[1] - features.shape[-1]))
 
     def _level(self, level: int) -> Tensor:
-        """A view of the sums of one level, shape ``(nodes, features)``."""
+        """Return a view of the sums of one level, shape ``(nodes, features)``."""
         return self.sums.split(self.sizes)[level]
 
     def _native(self) -> bool:
-        """Whether the native kernels serve: polynomial kernels in float32 on the CPU."""
+        """Return whether the native kernels serve: polynomial kernels in float32 on the CPU."""
         return kernels.is_polynomial(self.kernel) and ops.native_for(self.weight)
 
     def _work(self, draws: int) -> int:
-        """Numbers that the reference needs per query: the masses of all nodes, or the weights of the leaves drawn."""
+        """Count the numbers that the reference holds per query: masses of all nodes, or weights of drawn leaves."""
         return max(len(self.sums), draws * self.leaf_size * self.columns)
 
     def extra_repr(self) -> str:
