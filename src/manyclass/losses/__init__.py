@@ -41,15 +41,15 @@ _NAMED: dict[str, type[nn.Module]] = {
 
 
 def names() -> tuple[str, ...]:
-    """The names of losses that `named` and ``manyclass train --loss`` know."""
+    """Return the names of losses that `named` and ``manyclass train --loss`` take."""
     return tuple(_NAMED)
 
 
 def named(name: str) -> type[nn.Module]:
-    """The layer of the loss with this name."""
+    """Return the layer of the loss with this name."""
     return _NAMED[checks.one_of("loss", name, names())]
 
 
 def draws(name: str) -> bool:
-    """Whether the loss with this name is one on negatives from a sampler."""
+    """Return whether the loss with this name draws negatives from a sampler."""
     return issubclass(named(name), SampledLoss)

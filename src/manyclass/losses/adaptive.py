@@ -68,14 +68,14 @@ class AdaptiveSoftmax(nn.Module):
         return functional.reduce(losses, self.reduction)
 
     def log_prob(self, input: Tensor) -> Tensor:
-        """Log probability of every class, shape ``(*batch, num_classes)``."""
+        """Return the log probability of every class, shape ``(*batch, num_classes)``."""
         query = checks.queries("input", input, self.in_features)
         found = self.layer.log_prob(query.reshape(-1, self.in_features))[:, self.rank]
         return found.reshape(*query.shape[:-1], self.num_classes)
 
     @torch.no_grad()
     def topk(self, input: Tensor, k: int, *, probe: int | None = None) -> tuple[Tensor, Tensor]:
-        """The ``k`` most probable classes, best first: log probabilities and ids, both ``(*batch, k)``."""
+        """Return the ``k`` most probable classes, best first: log probabilities and ids, both ``(*batch, k)``."""
         if probe is not None:
             raise ValueError(f"probe must be None: AdaptiveSoftmax has no index to search; got {probe}")
         flat = checks.queries("input", input, self.in_features).reshape(-1, self.in_features)

@@ -100,7 +100,7 @@ class SampledLoss(SampledSoftmax):
         log_count: Tensor,  # shape: (batch, samples), `fused.EMPTY` for an empty slot
         target_log_count: Tensor | None,  # shape: (batch,), of draws from q itself, if `needs_target_count`
     ) -> Tensor:
-        """Losses ``(batch,)`` from the outputs of the positives and the negatives."""
+        """Return the losses ``(batch,)`` from the outputs of the positives and the negatives."""
         raise NotImplementedError
 
     def diagnostics(self, examples: int = MEASURED) -> Diagnostics:

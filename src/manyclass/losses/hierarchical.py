@@ -77,7 +77,7 @@ class HierarchicalSoftmax(Head):
             self.register_buffer(field, value.to(self.weight.device))
 
     def _table(self, columns: int, device: Any, dtype: torch.dtype | None) -> nn.Embedding:
-        """One row for each inner node."""
+        """Make the table of parameters, one row per inner node."""
         rows = torch.empty(self.num_classes - 1, columns, device=device, dtype=dtype)
         return nn.Embedding.from_pretrained(rows, freeze=False, sparse=self.sparse)
 
@@ -102,7 +102,7 @@ class HierarchicalSoftmax(Head):
         return torch.where(there, F.softplus(-logits), 0.0).sum(dim=-1)
 
     def log_prob(self, input: Tensor) -> Tensor:
-        """Log probability of every class, shape ``(*batch, num_classes)``. O(n·d) per example."""
+        """Return the log probability of every class, shape ``(*batch, num_classes)``. O(n·d) per example."""
         query, links = self._check_input(input), self._links()
         with full_precision(query):
             parts = [self._log_prob(part, links) for part in self._parts(query)]
@@ -119,11 +119,11 @@ class HierarchicalSoftmax(Head):
         return (reached[last // 2] + sides[last]).T
 
     def _steps(self) -> Tensor:
-        """All decisions ``(decisions,)`` as numbers: twice the node, and one more on its right."""
+        """Return all decisions ``(decisions,)`` as numbers: 2·node to the left, 2·node + 1 to the right."""
         return 2 * self.node + (self.side > 0)
 
     def _links(self) -> list[tuple[Tensor, Tensor]]:
-        """For each level below the root: its inner nodes, and the step from the level above to each of them."""
+        """Return, per level below the root, its inner nodes and the step from the level above to each."""
         first = self.offsets[:-1].repeat_interleave(self.offsets.diff())
         level = torch.arange(len(self.node), device=self.node.device) - first
         depth, step = self.node.new_zeros(2, self.num_classes - 1)
@@ -133,12 +133,12 @@ class HierarchicalSoftmax(Head):
         return [(nodes, step[nodes]) for nodes in levels[1:]]
 
     def _parts(self, query: Tensor) -> tuple[Tensor, ...]:
-        """Queries in parts, so that their decisions fit into a bounded memory."""
+        """Split the queries, so that their decisions fit into a bounded memory."""
         return query.reshape(-1, self.in_features).split(max(1, functional.MAX_LOGITS // self.num_classes))
 
     @torch.no_grad()
     def topk(self, input: Tensor, k: int, *, probe: int | None = None) -> tuple[Tensor, Tensor]:
-        """The ``k`` most probable classes, best first: log probabilities and ids, both ``(*batch, k)``. Exact."""
+        """Return the exact ``k`` most probable classes, best first: log probabilities and ids, both ``(*batch, k)``."""
         if probe is not None:
             raise ValueError(f"probe must be None: HierarchicalSoftmax has no index to search; got {probe}")
         if checks.positive_int("k", k) > self.num_classes:

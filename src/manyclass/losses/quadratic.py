@@ -27,7 +27,7 @@ class QuadraticSoftmax(Head):
         super().__init__(in_features, num_classes, prediction="softmax", **options)
 
     def value(self, logits: Tensor) -> Tensor:
-        """f(o) > 0; the shape is kept."""
+        """Return f(o) > 0; the shape is kept."""
         raise NotImplementedError
 
     def _training_losses(
@@ -46,7 +46,7 @@ class QuadraticSoftmax(Head):
         return torch.cat(losses)
 
     def log_prob(self, input: Tensor) -> Tensor:
-        """Log probability of every class, shape ``(*batch, num_classes)``. O(n·d) per example."""
+        """Return the log probability of every class, shape ``(*batch, num_classes)``. O(n·d) per example."""
         query = self._check_input(input)
         with full_precision(query):
             parts = [self._log_prob(part) for part in self._parts(query.reshape(-1, self.in_features))]
@@ -64,7 +64,7 @@ class QuadraticSoftmax(Head):
 
     @torch.no_grad()
     def topk(self, input: Tensor, k: int, *, probe: int | None = None) -> tuple[Tensor, Tensor]:
-        """The ``k`` most probable classes, best first: log probabilities and ids, both ``(*batch, k)``."""
+        """Return the ``k`` most probable classes, best first: log probabilities and ids, both ``(*batch, k)``."""
         if probe is not None:
             raise ValueError(f"probe must be None: {type(self).__name__} has no index to search; got {probe}")
         if checks.positive_int("k", k) > self.num_classes:

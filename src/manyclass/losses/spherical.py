@@ -33,7 +33,7 @@ class SphericalSoftmax(QuadraticSoftmax):
         self.epsilon = _positive("epsilon", epsilon)
 
     def value(self, logits: Tensor) -> Tensor:
-        """``o² + ε``."""
+        """Return ``o² + ε``."""
         return logits.square() + self.epsilon
 
 
@@ -67,7 +67,7 @@ class SphericalUpdate(nn.Module):
         self._fold()
 
     def weight(self) -> Tensor:
-        """W, shape ``(num_classes, in_features)``. O(n·d²)."""
+        """Return W, shape ``(num_classes, in_features)``. O(n·d²)."""
         return self.v @ self.u.to(self.v.dtype)
 
     @torch.no_grad()
@@ -92,7 +92,7 @@ class SphericalUpdate(nn.Module):
         return (z.log() - mass.log()).to(query.dtype), grad.to(query.dtype)
 
     def _update(self, h: Tensor, target: Tensor, pull: Tensor, push: Tensor) -> None:
-        """W ← W·(1 − Σ push·hhᵀ), then add ``pull·h`` to the rows of the targets."""
+        """Update W ← W·(1 − Σ push·hhᵀ), then add ``pull·h`` to the rows of the targets."""
         shrink = torch.eye(len(self.u), dtype=h.dtype, device=h.device) - h.T @ (push.unsqueeze(-1) * h)
         self.u, self.q = self.u @ shrink, shrink @ self.q @ shrink
         self.age += 1

@@ -18,5 +18,5 @@ class TaylorSoftmax(QuadraticSoftmax):
     """
 
     def value(self, logits: Tensor) -> Tensor:
-        """``1 + o + o²/2``."""
+        """Return ``1 + o + o²/2``."""
         return 1 + logits + logits.square() / 2
