@@ -53,7 +53,7 @@ class Rows(Optimizer):
         return super()._init_group({**group, "params": dense}, *lists)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _has_rows(self, parameter: Tensor) -> bool:
-        """Whether torch's dense path cannot continue from the state: rows are incomplete, or share a second moment."""
+        """Return whether rows are incomplete or share a second moment, which torch's dense path cannot continue."""
         state = self.state.get(parameter, {})
         second = state.get(self._second)
         return lazy.ROW_STEP in state or (second is not None and second.shape != parameter.shape)
@@ -128,7 +128,7 @@ def _matrix(table: Tensor) -> Tensor:
 
 
 def _rows_of(parameter: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of a gradient, ascending, and their values ``(count, columns)``; all rows of a dense one."""
+    """Return the rows of a gradient, ascending, and their values ``(count, columns)``; all rows of a dense one."""
     if not parameter.is_contiguous():
         raise ValueError(f"a parameter with sparse gradients must be contiguous, got strides {parameter.stride()}")
     grad, columns = parameter.grad, math.prod(parameter.shape[1:])

@@ -60,7 +60,7 @@ def update_rows_reference_(
     missed: Tensor,
     update: RowUpdate,
 ) -> None:
-    """`update_rows_` in plain PyTorch."""
+    """Compute `update_rows_` in plain PyTorch."""
     scale, move, decay1, decay2 = missed.unsqueeze(-1).unbind(1)
     size = 1.0 if second is None else second[rows].sqrt() * update.root + update.eps
     values, step = weight[rows], grad
