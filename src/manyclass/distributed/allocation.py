@@ -6,7 +6,7 @@ SPLITS = ("even", "mass")
 
 
 def even(units: int, ranks: int, rank: int) -> int:
-    """A rank's part of ``units``; the first ranks take what is left over."""
+    """Return a rank's part of ``units``; the first ranks take what is left over."""
     return units // ranks + (rank < units % ranks)
 
 

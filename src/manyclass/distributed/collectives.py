@@ -73,7 +73,7 @@ def gathered_rows(parts: list[Tensor], group: dist.ProcessGroup, what: str) -> t
 
 
 def mean_rows(rows: Tensor, values: Tensor, group: dist.ProcessGroup, what: str) -> tuple[Tensor, Tensor]:
-    """The mean over ranks of sparse gradients: distinct ``rows (rows,)``, then sorted, and ``values (rows, width)``."""
+    """Average sparse gradients over ranks: distinct ``rows (rows,)`` and ``values (rows, width)``; sorts rows."""
     (rows, values), counts = gathered_rows([rows, values], group, what)
     rows, place = torch.unique(rows, return_inverse=True)
     total = values.new_zeros(len(rows), values.shape[1])
@@ -142,5 +142,5 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchanged(found: Tensor, rows: list[int], group: dist.ProcessGroup) -> Tensor:
-    """`to_owners`, differentiable."""
+    """Run `to_owners` with gradients."""
     return cast(Tensor, _Exchange.apply(found, rows, group))

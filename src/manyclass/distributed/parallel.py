@@ -15,7 +15,7 @@ from .head import ShardedSampledSoftmax
 
 
 def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    """`DistributedDataParallel` for a model with a `SampledSoftmax` or a `ShardedSampledSoftmax` in it.
+    """Wrap a model that contains sampled layers in `DistributedDataParallel`.
 
     Sharded class weights stay each rank's own, and no rank sends its sampler's statistics to the others at every step:
     each finds them from the class weights. Sparse gradients are gathered, with any backend, by a communication hook,
@@ -39,7 +39,7 @@ def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
 
 
 def _mean(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:  # pyright: ignore
-    """The mean over ranks of a bucket of gradients.
+    """Return the mean over ranks of a bucket of gradients.
 
     Not by torch's all-reduce where they are sparse: released NCCLs have none, and gloo's can crash. Its two threads
     note the name of what they did last in one string, without a lock, and this name is too long to be kept in place.

@@ -72,7 +72,7 @@ class RankShard(Shard):
                 parameter[begin : begin + len(rows)] = rows.to(parameter)
 
     def _gather(self, query: Tensor, *others: Tensor) -> tuple[Tensor, list[int], list[Tensor]]:
-        """The queries of all ranks, ``(all examples, in_features)``, how many each has, and what comes with them."""
+        """Gather the queries of all ranks ``(examples, in_features)``, their number per rank, and their targets."""
         _check_parallel()
         (everyone, *found), rows = collectives.gathered_rows([query.detach(), *others], self.group, "examples")
         return collectives.with_gradient(query, everyone, rows, self.group), rows, found
@@ -140,7 +140,7 @@ class RankShard(Shard):
         return rows
 
     def sees_all_gradients(self) -> bool:
-        """Always: other ranks that change these rows take part in `mean_rows`."""
+        """Return True: all ranks that change these rows call `mean_rows`."""
         return True
 
     def reduce(self, losses: Tensor, reduction: str) -> Tensor:
@@ -194,7 +194,7 @@ class RankShard(Shard):
 
 
 def _check_parallel() -> None:
-    """Data parallelism would make all shards the same: what it broadcasts at its start is rank 0's."""
+    """Refuse data parallelism over shards: it would overwrite every shard with rank 0's."""
     active = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if active is not None:
         ours = {name for name, parameter in active.module.named_parameters() if hasattr(parameter, "shard_group")}

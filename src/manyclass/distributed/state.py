@@ -18,7 +18,7 @@ def install(head: Head) -> None:
 
 
 def as_sharded(local: Tensor, head: Any) -> DTensor:
-    """Rows of this rank's classes as a part of one tensor of all classes."""
+    """Return the rows of this rank's classes as a part of one tensor of all classes."""
     mesh = head.shard.mesh
     places = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     shape = torch.Size([head.num_classes, *local.shape[1:]])

@@ -37,7 +37,7 @@ def exact(
     margin: functional.Margin | None,
     replicas: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp of all classes of this shard, and the output of the positive if it is here, or 0; both ``(batch,)``.
+    """Return the log-sum-exp of this shard and the positive's output, 0 if elsewhere; both ``(batch,)``.
 
     With several positives ``(batch, k)`` both have this shape, and each sum leaves the other positives out.
     The sum of the first over shards, in the log domain, less the sum of the second is the loss. The gradients of the
@@ -60,7 +60,7 @@ def exact(
 def outputs(
     query: Tensor, weight: Tensor, bias: Tensor | None, prediction: str, replicas: dist.ProcessGroup | None
 ) -> Tensor:
-    """Outputs of all classes of the shard, shape ``(batch, classes of the shard)``."""
+    """Return the outputs of all classes of the shard, shape ``(batch, classes of the shard)``."""
     weight, bias = _whole(weight, bias, replicas)
     return functional.output(functional.linear(query, weight, None if bias is None else bias.squeeze(-1)), prediction)
 
