@@ -48,7 +48,7 @@ def evaluate_baselines(
 
 
 def popularity(task: Task[Any]) -> Tensor:
-    """Classes by how often they are a training target, the most frequent first."""
+    """Return the classes by how often they are a training target, the most frequent first."""
     return torch.bincount(task.pairs()[0], minlength=task.num_classes).argsort(descending=True, stable=True)
 
 

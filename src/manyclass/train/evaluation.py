@@ -23,7 +23,7 @@ def evaluate(
     test: bool = False,
     exclude_seen: bool = False,
 ) -> dict[str, float]:
-    """Exact loss on held-out data, over all classes, and for each ``k`` the ranking measures of `ranking`.
+    """Compute the exact held-out loss over all classes, and the measures of `ranking` at each ``k``.
 
     Several processes share the examples out, and all get the result.
 
@@ -73,7 +73,7 @@ def _check_probe(model: Model, task: Task[Any]) -> None:
 
 
 def ranking(best: Tensor, target: Tensor, cutoffs: tuple[int, ...]) -> dict[str, float]:
-    """Sums over queries of recall, precision, MRR and NDCG at each cut-off.
+    """Return the sums over queries of recall, precision, MRR and NDCG at each cut-off.
 
     Args:
         best: classes, best first, ``(queries, at least max(cutoffs))``.

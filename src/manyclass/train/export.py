@@ -78,7 +78,7 @@ def _safetensors(safetensors: Any, parts: dict[str, Tensor], prediction: str, fi
 
 
 def _rows(parts: dict[str, Tensor]) -> Tensor:
-    """The class embeddings with the offsets, if any, as a last column."""
+    """Return the class embeddings with the offsets, if any, as a last column."""
     if "bias" not in parts:
         return parts["weight"]
     return torch.cat([parts["weight"], parts["bias"].unsqueeze(1)], dim=1)

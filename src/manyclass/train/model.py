@@ -130,12 +130,12 @@ class Model(nn.Module):
         return self.task.vocabulary.names[index]
 
     def hidden(self, batch: Batch, state: Any = None) -> tuple[Tensor, Any]:
-        """Hidden states ``(batch, time, features)``, and the state to go on from."""
+        """Return the hidden states ``(batch, time, features)`` and the final state of the trunk."""
         trunk = self._parallel[0] if self._parallel and self.training else self.trunk
         return trunk(*batch.inputs, state) if self.recurrent else (trunk(*batch.inputs), None)
 
     def forward(self, batch: Batch, state: Any = None) -> tuple[Tensor, Any]:
-        """Mean loss over all targets, and the state to go on from."""
+        """Return the mean loss over all targets and the final state of the trunk."""
         hidden, state = self.hidden(batch, state)
         *places, labels = batch.target.shape
         query = hidden.unsqueeze(2).expand(*places, labels, -1)
@@ -149,11 +149,11 @@ class Model(nn.Module):
         self._parallel = [data_parallel(self.trunk)]
 
     def weights(self) -> dict[str, Tensor]:
-        """All parameters, each once."""
+        """Return all parameters, each once."""
         return {name: parameter.detach() for name, parameter in self.named_parameters()}
 
     def buffers_and_extras(self) -> dict[str, Any]:
-        """What else the state has: the sampler's statistics."""
+        """Return the state besides parameters: the sampler's statistics."""
         names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
         return {name: value for name, value in self.state_dict().items() if name not in names}
 
@@ -186,7 +186,7 @@ def _check_tower(task: Task[Any]) -> None:
 def _baseline(
     settings: Settings, task: Task[Any], features: int, embedding: nn.Embedding | None, class_vectors: Tensor | None
 ) -> nn.Module:
-    """The layer of a loss of related work."""
+    """Return the layer of a loss of related work."""
     if task.part[1] > 1:
         raise ValueError(f"--loss {settings.loss} needs all classes in one process, so several cannot train it")
     kind: Any = losses.named(settings.loss)
@@ -236,7 +236,7 @@ def without(ids: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sampler_data(sampler: str, task: Task[Any]) -> dict[str, Tensor]:
-    """What a sampler needs of the training data: the options that it requires."""
+    """Return what a sampler needs of the training data: the options that it requires."""
     required = [name for name, default in samplers.options(sampler).items() if default is inspect.Parameter.empty]
     if not required:
         return {}
@@ -251,7 +251,7 @@ def _sampler_data(sampler: str, task: Task[Any]) -> dict[str, Tensor]:
 
 
 def _layers(sharded: bool) -> tuple[type[SampledSoftmax], type[FullSoftmax]]:
-    """The sampled and the full output layer."""
+    """Return the sampled and the full output layer."""
     if not sharded:
         return SampledSoftmax, FullSoftmax
     from ..distributed.head import ShardedFullSoftmax, ShardedSampledSoftmax

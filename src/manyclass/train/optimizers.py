@@ -13,7 +13,7 @@ KINDS = {"adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD, "adam": optim.A
 
 
 def make(model: nn.Module, settings: Settings) -> Optimizer:
-    """One for all parameters, whether their gradients are dense or sparse."""
+    """Make one optimiser for all parameters, with dense or sparse gradients."""
     return KINDS[settings.optimizer](model.parameters(), lr=settings.lr)
 
 
@@ -24,7 +24,7 @@ def complete(optimizer: Optimizer) -> None:
 
 
 def state_by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """What an optimiser remembers of each parameter."""
+    """Return the optimiser's state by parameter name."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return {names[parameter]: dict(state) for parameter, state in optimizer.state.items()}
 

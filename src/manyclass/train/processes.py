@@ -39,7 +39,7 @@ class Processes:
         return self.rank == 0
 
     def sums(self, values: list[float]) -> list[float]:
-        """Sums over the processes."""
+        """Return the sums over the processes."""
         if self.world == 1:
             return values
         from ..distributed.collectives import summed
@@ -47,12 +47,12 @@ class Processes:
         return summed(torch.tensor(values, dtype=torch.float64), self._group(), "sums").tolist()
 
     def any(self, wanted: bool) -> bool:
-        """Whether at least one of them wants it."""
+        """Return whether the flag is set in at least one process."""
         return self.sums([float(wanted)])[0] > 0
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Errors of the network inside mean that contact was lost."""
+        """Turn network errors inside the block into one that says that contact was lost."""
         try:
             yield
         except RuntimeError as error:
@@ -88,7 +88,7 @@ class Processes:
         self.any(False)  # the folder has its name
 
     def after_first(self, done: bool) -> None:
-        """The first process says that its work is done; the others wait for it, as long as that may take."""
+        """Let the first process announce that its work is done; the others wait without a time limit."""
         if self.world > 1:
             store = dist.distributed_c10d._get_default_store()
             if done:
@@ -101,12 +101,12 @@ class Processes:
 
 
 def launched() -> bool:
-    """Whether torchrun, or something like it, started several processes."""
+    """Return whether torchrun, or something like it, started several processes."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def restarted() -> bool:
-    """Whether torchrun had to start the processes anew."""
+    """Return whether torchrun restarted the processes."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 

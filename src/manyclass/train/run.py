@@ -90,7 +90,7 @@ class Run:
         self.vocabulary = folder / "vocabulary.parquet"
 
     def exists(self) -> bool:
-        """Whether a run has begun here."""
+        """Return whether a run has begun here."""
         return (self.folder / "config.json").exists()
 
     @contextmanager
@@ -162,7 +162,7 @@ class Run:
                 remove(path)
 
     def checkpoint_of(self, step: int | None) -> Path:
-        """The folder of a step's checkpoint, whether it is there or not."""
+        """Return the folder of a step's checkpoint, whether it is there or not."""
         return self.folder / f"{CHECKPOINT}{step or 0:09d}"
 
     def checkpoints(self) -> list[Path]:

@@ -42,12 +42,12 @@ def _option(panel: str, help: str, *names: str, **more: Any) -> Shown:
 
 
 def shown(field: "dataclasses.Field[Any]") -> Shown:
-    """How the command line shows a field of some settings."""
+    """Return how the command line shows a field of some settings."""
     return field.type.__metadata__[0]  # pyright: ignore
 
 
 def takers(option: str) -> list[str]:
-    """Names of the samplers that have an option."""
+    """Return the names of the samplers that have an option."""
     return [name for name in samplers.names() if option in samplers.options(name)]
 
 
@@ -220,11 +220,11 @@ class Settings:
         return self.sampler != FULL if self.loss == SOFTMAX else losses.draws(self.loss)
 
     def sampler_options(self) -> dict[str, Any]:
-        """Options of the sampler that were given."""
+        """Return the options of the sampler that were given."""
         return {name: value for name in SAMPLER_OPTIONS if (value := getattr(self, name)) is not None}
 
     def to_json(self) -> dict[str, Any]:
-        """The settings as json knows them."""
+        """Return the settings as JSON types."""
         return {
             name: [str(part) for part in value]
             if isinstance(value, list)
@@ -254,7 +254,7 @@ class Settings:
             raise ValueError(f"{file}: {first_line(error)}") from None
 
     def differences(self, other: dict[str, Any]) -> list[str]:
-        """Names of the settings that differ from those of another run, of those that change what is learned."""
+        """Return the names of settings that differ from another run's and change what is learned."""
         taken = {} if self.sampler == FULL else samplers.options(self.sampler)
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
 

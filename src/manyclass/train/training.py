@@ -36,10 +36,10 @@ class Observer:
     """Receive progress callbacks and optionally request a stop. The default does neither."""
 
     def step(self, step: int, steps: int, last: Metrics) -> None:
-        """A step is done."""
+        """Report that a step is done."""
 
     def stopped(self) -> bool:
-        """Whether somebody wants the run to stop."""
+        """Return whether the run should stop."""
         return False
 
 
@@ -160,7 +160,7 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
 
 
 def _peak_bytes() -> int | None:
-    """Most memory that this process has had, in bytes; None where the system does not say."""
+    """Return the peak memory of this process in bytes; None if the system does not report it."""
     try:
         import resource
     except ModuleNotFoundError:  # Windows
@@ -288,7 +288,7 @@ def class_vectors(task: Task[Any], run: Run) -> torch.Tensor:
 
 
 def _same_classes(task: Task[Any], other: Task[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids of the classes that two tasks share by name, in the one and in the other."""
+    """Return the ids of the classes that two tasks share by name, in the one and in the other."""
     shared = [(task.ids[name], index) for index, name in enumerate(other.vocabulary.names) if name in task.ids]
     new, old = torch.tensor(shared, dtype=torch.long).reshape(-1, 2).T
     return new, old
@@ -333,7 +333,7 @@ def load(run: Run, device: str = "cpu") -> tuple[Model, Task[Any], int]:
 
 
 def _events(settings: Settings, step: int) -> Callable[[Metrics], None]:
-    """Where evaluations go besides the table: TensorBoard, if wanted."""
+    """Open TensorBoard's event writer, if it is asked for."""
     if not settings.tensorboard:
         return lambda row: None
     try:

@@ -39,7 +39,7 @@ def ngrams(names: Sequence[str]) -> Ragged:
 
 
 def _grams(text: np.ndarray, owner: np.ndarray, ends: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Names by number and the hash of an n-gram of each, for all lengths, then for whole names."""
+    """Yield numbers of names and the hash of an n-gram of each, by length, then for whole names."""
     for size in SIZES:
         starts = np.flatnonzero(np.arange(len(text)) + size <= ends[owner])
         hashed = np.zeros(len(starts), dtype=np.uint64)

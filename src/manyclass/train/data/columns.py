@@ -43,11 +43,11 @@ class Columns:
     notes: list[str] = field(default_factory=list)
 
     def names(self) -> list[str]:
-        """The columns that name something, each once."""
+        """Return the columns that name something, each once."""
         return list(dict.fromkeys((self.user, self.item, *self.features)))
 
     def time_may_be_missing(self) -> bool:
-        """Whether the timestamp has its usual name, and is nothing else."""
+        """Return whether the timestamp has its usual name, and is nothing else."""
         return self.timestamp == "timestamp" and self.timestamp not in self.names()
 
     def find(self, file: Path, names: Iterable[str], headerless: bool = False) -> dict[str, str]:
@@ -95,7 +95,7 @@ class Batch(NamedTuple):
 
 
 def _usual_places(count: int) -> dict[str, str]:
-    """Where a table without a header has the user, the item and the time, as MovieLens has them."""
+    """Return where a table without a header has the user, the item and the time, as MovieLens has them."""
     time = {"timestamp": "4" if count >= 4 else "3"} if count >= 3 else {}
     return {"user": "1", "item": "2", **time}
 

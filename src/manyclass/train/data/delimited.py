@@ -30,7 +30,7 @@ UNIT = "\x1f"
 
 
 def read_delimited(file: Path, columns: Columns, advance: Advance, layout: Layout) -> Iterator[Batch]:
-    """All columns are strings, so that names stay what the file says; memory: a piece."""
+    """Yield tables of strings, so that names stay as written in the file. Memory: one piece."""
     usual, named = SUFFIXES.get(bare_suffix(file), (",", True))
     separator = layout.separator or usual
     quoted = separator in QUOTED
@@ -120,7 +120,7 @@ def _names(file: Path, header: bytes, line: int, options: dict[str, Any]) -> lis
 
 
 def _pieces(file: Path, quoted: bool, advance: Advance, encoding: str) -> Iterator[tuple[int, bytes]]:
-    """The bytes of a file in pieces that end where a line does, each with the number of its first line."""
+    """Yield the bytes of a file in pieces that end where a line does, each with the number of its first line."""
     rest, line = b"", 1
     with open_bytes(file, advance, encoding) as source:
         while data := source.read(PIECE):
@@ -137,7 +137,7 @@ def _pieces(file: Path, quoted: bool, advance: Advance, encoding: str) -> Iterat
 
 
 def _last_end(data: bytes, quoted: bool) -> int:
-    """Where the last whole line of ``data`` ends, or 0; line ends between quotes do not count."""
+    """Return where the last whole line of ``data`` ends, or 0; line ends between quotes do not count."""
     end = data.rfind(b"\n") + 1
     inside = quoted and data.count(b'"', 0, end) % 2 == 1
     while end and inside:
@@ -148,7 +148,7 @@ def _last_end(data: bytes, quoted: bool) -> int:
 
 
 def _header_end(data: bytes, quoted: bool) -> int:
-    """Where the first line that is not blank ends; ``data`` holds whole lines."""
+    """Return where the first line that is not blank ends; ``data`` holds whole lines."""
     end = len(data) - len(data.lstrip(b"\r\n"))
     quotes = 0
     while end < len(data):

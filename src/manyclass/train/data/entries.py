@@ -35,7 +35,7 @@ class Names:
         self.numbers = numbering()
 
     def codes(self, column: pl.Series) -> np.ndarray:
-        """The numbers of a batch, shape ``(rows,)``, int32; -1 where there is no name."""
+        """Return the numbers of a batch, shape ``(rows,)``, int32; -1 where there is no name."""
         rows = column.to_frame("name").with_row_index("row").drop_nulls()
         groups = rows.group_by("name", maintain_order=True).agg("row")
         numbers = np.fromiter(map(self.numbers.__getitem__, groups["name"].to_list()), np.int32, len(groups))
@@ -63,7 +63,7 @@ class FirstValues:
         self._codes[owners[new]] = codes[known[first[new]]]
 
     def codes(self, users: int) -> np.ndarray:
-        """The number of the value of each of ``users``, or -1; shape ``(users,)``, int32."""
+        """Return the number of the value of each of ``users``, or -1; shape ``(users,)``, int32."""
         return self._codes[:users]
 
 
@@ -113,7 +113,7 @@ class Times:
         self._append(parsed.to_physical().to_numpy())
 
     def span(self) -> str | None:
-        """The first and the last time, for people; None without times."""
+        """Return the first and the last time, for people; None without times."""
         parts = [(chunk.min(), chunk.max()) for chunk in self.spool.chunks()]
         if self.spool.dtype == np.int8 or not parts:
             return None
@@ -121,13 +121,13 @@ class Times:
         return " to ".join(map(str, ends if self._unit is None else ends.cast(self._unit)))
 
     def quantiles(self, shares: tuple[float, ...]) -> list[float]:
-        """The times that these shares of all interactions are before, about; memory: a sample."""
+        """Return the times that these shares of all interactions are before, about; memory: a sample."""
         stride = max(1, len(self.spool) // SAMPLE)
         sample = np.concatenate([chunk[::stride] for chunk in self.spool.chunks()])
         return [float(value) for value in np.quantile(sample, shares, method="higher")]
 
     def _parse(self, column: pl.Series) -> pl.Series:
-        """Null where a string is not what the others are."""
+        """Parse strings; null where a string does not parse like the others."""
         if self._date is not None:
             # Polars takes the format from the first string that it sees.
             return pl.concat([self._date, column]).str.to_datetime(strict=False)[1:]
@@ -210,7 +210,7 @@ def _read_table(
 def _read_sequences(
     file: Path, user_first: bool, advance: Advance, layout: Layout, users: Spool, items: Spool, times: Times
 ) -> Entries:
-    """One sequence per line; a user with several lines has one sequence."""
+    """Read one sequence per line; a user with several lines has one sequence."""
     user_names, item_names = numbering(), numbering()
     owners, lengths, codes = array("i"), array("q"), array("i")
     sequences, preview = 0, []

@@ -119,12 +119,12 @@ def open_bytes(path: Path, advance: Advance = ignore, encoding: str = UTF_8) -> 
 
 
 def bare_suffix(path: Path) -> str:
-    """The suffix that tells the format: ``.csv`` for both ``a.csv`` and ``a.csv.gz``."""
+    """Return the suffix that tells the format: ``.csv`` for both ``a.csv`` and ``a.csv.gz``."""
     return (Path(path.stem) if path.suffix in COMPRESSED else path).suffix.lower()
 
 
 def read_lines(path: Path, advance: Advance = ignore, encoding: str = UTF_8) -> Iterator[tuple[int, str]]:
-    """The lines of a text without their ends, numbered from 1; memory: one line."""
+    """Yield the lines of a text without their ends, numbered from 1; memory: one line."""
     with open_bytes(path, advance, encoding) as file:
         yield from decode_lines(path, _limited(path, file))
 
@@ -139,7 +139,7 @@ def _limited(path: Path, file: BinaryIO) -> Iterator[bytes]:
 
 
 def decode_lines(path: Path, lines: Iterable[bytes], first: int = 1) -> Iterator[tuple[int, str]]:
-    """Lines of a UTF-8 text without their ends, and their numbers, which begin with ``first``."""
+    """Yield the lines of a UTF-8 text without their ends, and their numbers, which begin with ``first``."""
     for number, line in enumerate(lines, first):
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -149,7 +149,7 @@ def decode_lines(path: Path, lines: Iterable[bytes], first: int = 1) -> Iterator
 
 
 def read_pieces(path: Path, advance: Advance = ignore, encoding: str = UTF_8) -> Iterator[str]:
-    """A text in pieces of about ``CHUNK`` bytes that start and end with a whole word; memory: one piece.
+    """Yield a text in pieces of about ``CHUNK`` bytes that start and end with a whole word; memory: one piece.
 
     White space between two pieces comes at the start of the second. Only a word longer than a piece is cut.
     """

@@ -178,7 +178,7 @@ def group(
     folder: Path,
     borders: Sequence[float] = (),
 ) -> Iterator[tuple[Ragged, np.ndarray]]:
-    """The classes of users ``0 … num_users - 1``, some users at a time; those of a user by time, equal times in order.
+    """Yield the classes of users ``0 … num_users - 1``, some users at a time, sorted by time; ties keep their order.
 
     With them comes how many of each user's interactions are at each border of the time or after it, int64
     ``(users, borders)``.
@@ -218,7 +218,7 @@ def group(
 
 
 def _entries(users: Spool, items: Spool, times: Spool, classes: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """The interactions with a class, in order, a chunk at a time."""
+    """Yield the interactions with a class, in order, a chunk at a time."""
     for owners, codes, when in zip(users.chunks(), items.chunks(), times.chunks(), strict=True):
         found = classes[codes]
         kept = found >= 0
@@ -228,7 +228,7 @@ def _entries(users: Spool, items: Spool, times: Spool, classes: np.ndarray, dtyp
 
 
 def _order(users: np.ndarray, times: np.ndarray) -> np.ndarray | slice:
-    """What puts interactions in the order of users, then times, then as they are; arguments of shape ``(n,)``."""
+    """Return the stable order of interactions by user, then by time; arguments of shape ``(n,)``."""
     later = (users[1:] > users[:-1]) | ((users[1:] == users[:-1]) & (times[1:] >= times[:-1]))
     if later.all():  # many files are in order
         return slice(None)
@@ -237,5 +237,5 @@ def _order(users: np.ndarray, times: np.ndarray) -> np.ndarray | slice:
 
 
 def _narrow(numbers: np.ndarray) -> np.ndarray:
-    """Small integers in as few bytes as they need: 16 bits are sorted in linear time."""
+    """Store integers in as few bytes as they need: numpy sorts 16 bits in linear time."""
     return numbers.astype(np.min_scalar_type(numbers.max(initial=0)))

@@ -109,7 +109,7 @@ def _check_numbers(file: Path, batch: Batch, column: str) -> None:
 
 
 def _number(text: str | None) -> float:
-    """A finite number; NaN for what is none."""
+    """Parse a finite number; NaN for anything else."""
     try:
         value = float(text) if text and text.strip() else math.nan
     except ValueError:
@@ -148,7 +148,7 @@ def _hashed(texts: Sequence[str | None]) -> Iterator[list[int]]:
 
 
 def _standardised(values: np.ndarray) -> np.ndarray:
-    """Mean 0 and standard deviation 1; 0 where nothing is known."""
+    """Scale to mean 0 and standard deviation 1; missing values become 0."""
     known = values[~np.isnan(values)]
     mean, spread = (known.mean(), known.std()) if len(known) else (0.0, 1.0)
     return np.nan_to_num((values - mean) / (spread or 1.0)).clip(-FARTHEST, FARTHEST)

@@ -74,11 +74,11 @@ class Documents:
             del buffer[:]
 
     def label_chunks(self) -> Iterator[np.ndarray]:
-        """The labels of all documents."""
+        """Return the labels of all documents."""
         return self._spools[0].chunks()
 
     def parts(self) -> Iterator[Part]:
-        """All documents, a chunk at a time."""
+        """Yield all documents, a chunk at a time."""
         places = [0] * len(self._spools)
         for sizes in self._sizes:
             read = [one.read(*where) for one, *where in zip(self._spools, places, sizes, strict=True)]
@@ -241,7 +241,7 @@ def _read(file: Path, lines: Iterable[tuple[int, str]], documents: Documents) ->
 def _classes(
     file: Path, documents: Documents, vocabulary: Vocabulary | None, min_count: int
 ) -> tuple[Vocabulary, np.ndarray]:
-    """The vocabulary, and the class of each label by first sight, or -1: shape ``(labels,)``."""
+    """Return the vocabulary, and the class of each label by first sight, or -1: shape ``(labels,)``."""
     numbers: list[int | str] = list(documents.numbers)
     if vocabulary is not None:
         known = vocabulary.ids()
@@ -259,7 +259,7 @@ def _classes(
 
 
 def _parse(place: str, line: str, limits: _Limits | None) -> tuple[list[int], list[int], np.ndarray]:
-    """The labels, feature ids and values of a line."""
+    """Return the labels, feature ids and values of a line."""
     words = line.split()
     names = [] if line[0].isspace() else [_whole(place, "label", label) for label in words.pop(0).split(",")]
     pairs = [word.split(":") for word in words]

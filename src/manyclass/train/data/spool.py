@@ -48,13 +48,13 @@ class Spool:
         self._length = max(self._length, start + len(array))
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """The numbers from ``start`` on, ``count`` of them or as many as there are."""
+        """Return the numbers from ``start`` on, ``count`` of them or as many as there are."""
         self._file.seek(start * self.dtype.itemsize)
         count = max(0, min(count, self._length - start))
         return np.frombuffer(self._file.read(count * self.dtype.itemsize), dtype=self.dtype)
 
     def chunks(self) -> Iterator[np.ndarray]:
-        """All numbers in order, ``CHUNK`` at a time, so that spools of one length are read side by side."""
+        """Yield all numbers in order, ``CHUNK`` at a time, so that spools of one length are read side by side."""
         for start in range(0, self._length, CHUNK):
             yield self.read(start, CHUNK)
 
@@ -94,7 +94,7 @@ def load_array(file: Path, dtype: npt.DTypeLike, below: int | None = None, dims:
 
 
 def tally(numbers: Iterable[np.ndarray], size: int) -> np.ndarray:
-    """How often each of ``0 … size - 1`` occurs in the chunks, shape ``(size,)``, int64."""
+    """Return how often each of ``0 … size - 1`` occurs in the chunks, shape ``(size,)``, int64."""
     counts = np.zeros(size, dtype=np.int64)
     for chunk in numbers:
         counts += np.bincount(chunk, minlength=size)
@@ -114,15 +114,15 @@ class Ragged:
         return len(self.offsets) - 1
 
     def row(self, index: int) -> np.ndarray:
-        """One row, without a copy."""
+        """Return one row as a view."""
         return self.values[self.offsets[index] : self.offsets[index + 1]]
 
     def lengths(self) -> np.ndarray:
-        """The length of each row, shape ``(rows,)``."""
+        """Return the length of each row, shape ``(rows,)``."""
         return np.diff(self.offsets)
 
     def padded(self, rows: np.ndarray, length: int, fill: int) -> np.ndarray:
-        """The last ``length`` values of each of ``rows``, with ``fill`` on the left; shape ``(len(rows), length)``."""
+        """Return the last ``length`` values of each row, padded on the left; shape ``(len(rows), length)``."""
         index = self.offsets[rows + 1][:, None] - np.arange(length, 0, -1)
         inside = index >= self.offsets[rows][:, None]
         out = np.full(index.shape, fill, dtype=self.values.dtype)
@@ -130,7 +130,7 @@ class Ragged:
         return out
 
     def keep(self, values: np.ndarray) -> "Ragged":
-        """Only the values where the mask ``values`` is true; a row may become empty, none disappears."""
+        """Keep only the values where the mask is true. A row may become empty, but it stays."""
         kept = np.concatenate(([0], np.cumsum(values, dtype=np.int64)))
         return Ragged(self.values[values], kept[self.offsets])
 

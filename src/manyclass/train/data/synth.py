@@ -51,7 +51,7 @@ class LatentFactors:
             self.ladder[end - size : end] = cluster + summed / summed[-1]
 
     def users(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        """Vectors normal around the ``v`` of a random cluster, with deviation ``SPREAD/√factors``.
+        """Draw user vectors around the ``v`` of a random cluster, with standard deviation ``SPREAD/√factors``.
 
         Shape ``(count, factors)``.
         """
@@ -60,7 +60,7 @@ class LatentFactors:
         return centre + rng.standard_normal((count, factors)) * (SPREAD / math.sqrt(factors))
 
     def sequences(self, users: np.ndarray, length: int, rng: np.random.Generator) -> np.ndarray:
-        """Items for users of shape ``(count, factors)``; shape ``(count, length)``, int64."""
+        """Draw items ``(count, length)``, int64, for users ``(count, factors)``."""
         taste = self.mass * np.exp(STRENGTH * users @ self.what.T)
         items = np.empty((len(users), length), dtype=np.int64)
         for step in range(length):
@@ -69,7 +69,7 @@ class LatentFactors:
         return items
 
     def _draw(self, weights: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """An item for each row of cluster weights, shape ``(count, C)``."""
+        """Draw an item for each row of cluster weights, shape ``(count, C)``."""
         summed = np.cumsum(weights, axis=1)
         level = rng.random(len(weights)) * summed[:, -1]
         cluster = np.minimum((summed <= level[:, None]).sum(axis=1), self.clusters - 1)
@@ -134,7 +134,7 @@ def _frame(start: int, sequences: np.ndarray) -> pl.DataFrame:
 
 
 def _write_parquet(file: Path, chunks: Iterator[tuple[int, np.ndarray]]) -> None:
-    """Polars writes a parquet file in one go: write parts, and stream them into one."""
+    """Write parts and stream them into one file, since polars writes a parquet file from one frame."""
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         parts = []
         for start, sequences in chunks:

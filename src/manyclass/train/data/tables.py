@@ -20,7 +20,7 @@ OBJECTS, ROWS = 1 << 16, 1 << 18
 
 
 def read_json_lines(file: Path, columns: Columns, advance: Advance, layout: Layout) -> Iterator[Batch]:
-    """Python reads the objects, since not every polars takes numbers for strings.
+    """Read objects with Python's json, since some versions of polars do not read numbers as strings.
 
     A column is there if one object has it. Memory: the values of `OBJECTS` objects.
     """
@@ -56,7 +56,7 @@ class _Part(NamedTuple):
 
     @classmethod
     def take(cls, records: Iterator[tuple[int, Record]], columns: Columns, found: dict[str, None]) -> "_Part | None":
-        """The next objects, or None if there are no more; adds their columns to ``found``."""
+        """Return the next objects, or None if there are no more; adds their columns to ``found``."""
         part = cls([], {name: [] for name in (*columns.names(), columns.timestamp)})
         for number, record in islice(records, OBJECTS):
             part.lines.append(number)
@@ -90,7 +90,7 @@ def _object(place: str, line: str) -> Record:
 
 
 def read_parquet(file: Path, columns: Columns, advance: Advance, _layout: Layout) -> Iterator[Batch]:
-    """Memory: `ROWS` rows, and the row group they are in, compressed as it is in the file.
+    """Read a parquet file. Memory: `ROWS` rows and their compressed row group.
 
     Polars decodes a row group from its start for each of these slices, so groups of many millions of rows are slow.
     """
@@ -123,13 +123,13 @@ _READERS: dict[str, Callable[[Path, Columns, Advance, Layout], Iterator[Batch]]]
 
 
 def is_table(file: Path, layout: Layout) -> bool:
-    """Whether a file is read as a table, not as one sequence per line."""
+    """Return whether a file is read as a table, not as one sequence per line."""
     suffix = bare_suffix(file)
     return not layout.sequences and (layout.separator is not None or suffix in _READERS or suffix in SUFFIXES)
 
 
 def read_table(file: Path, columns: Columns, advance: Advance, layout: Layout) -> Iterator[Batch]:
-    """The wanted columns of a file. Every row has a user, an item, and a time if there is such a column.
+    """Yield the wanted columns of a file. Every row has a user, an item, and a time if there is such a column.
 
     Memory: a batch, of some 100,000 rows.
     """

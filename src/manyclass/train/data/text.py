@@ -92,7 +92,7 @@ def _split(files: Sequence[Path], split: str, encoding: str, advance: Advance) -
 
 
 def python_sources() -> Iterator[Path]:
-    """The source files of the running Python's standard library, in a fixed order that mixes its parts."""
+    """Return the source files of the running Python's standard library, in a fixed order that mixes its parts."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.rglob("*.py") if "site-packages" not in path.parts)
     # A part of the library at the end would be unlike all the rest: deal the files out like cards.
@@ -100,7 +100,7 @@ def python_sources() -> Iterator[Path]:
 
 
 def _is_utf8(path: Path) -> bool:
-    """Python's own tests have sources that are broken on purpose."""
+    """Return whether a file is UTF-8: some sources of Python's tests are not, on purpose."""
     try:
         path.read_bytes().decode()
     except UnicodeDecodeError:

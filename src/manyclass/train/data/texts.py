@@ -45,7 +45,7 @@ class Texts(NamedTuple):
 
 
 def is_text(file: Path, first: str) -> bool:
-    """Whether a file, whose first line is given, has texts; else it has numbered features."""
+    """Return whether a file, whose first line is given, has texts; else it has numbered features."""
     return bare_suffix(file) in TABLES or any(word.startswith(PREFIX) for word in first.split())
 
 

@@ -21,7 +21,7 @@ class Vocabulary(NamedTuple):
     counts: np.ndarray
 
     def ids(self) -> dict[str, int]:
-        """The class of each name."""
+        """Return the class of each name."""
         return {name: index for index, name in enumerate(self.names)}
 
     def write(self, file: Path) -> None:
@@ -49,14 +49,14 @@ def digest(file: Path) -> str:
 
 
 def numbering() -> defaultdict[Any, int]:
-    """A dictionary that gives every new name the next number, from 0."""
+    """Return a dictionary that gives every new name the next number, from 0."""
     numbers: defaultdict[Any, int] = defaultdict()
     numbers.default_factory = numbers.__len__
     return numbers
 
 
 def ranking(counts: np.ndarray, min_count: int, listed: npt.ArrayLike = ()) -> np.ndarray:
-    """Indices by falling count, equal counts by index.
+    """Return the indices by falling count, equal counts by index.
 
     Those that count less than ``min_count`` are left out, unless they are ``listed``.
     """
@@ -67,7 +67,7 @@ def ranking(counts: np.ndarray, min_count: int, listed: npt.ArrayLike = ()) -> n
 
 
 def inverse(order: np.ndarray, size: int, missing: int) -> np.ndarray:
-    """The position of each of ``0 … size - 1`` in ``order``, or ``missing``; shape ``(size,)``, int32."""
+    """Return the position of each of ``0 … size - 1`` in ``order``, or ``missing``; shape ``(size,)``, int32."""
     position = np.full(size, missing, dtype=np.int32)
     position[order] = np.arange(len(order), dtype=np.int32)
     return position

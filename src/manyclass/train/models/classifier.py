@@ -24,5 +24,5 @@ class BagOfFeatures(nn.Module):
         offsets: Tensor,  # shape: (batch,)
         values: Tensor,  # shape: (values of all documents,), of norm 1 in each document
     ) -> Tensor:
-        """Hidden layer ``(batch, 1, features)``."""
+        """Return the hidden layer ``(batch, 1, features)``."""
         return self.layers(self.embedding(ids, offsets, per_sample_weights=values)).unsqueeze(1)

@@ -31,6 +31,6 @@ class LSTM(nn.Module):
         tokens: Tensor,  # shape: (batch, time)
         state: State | None = None,
     ) -> tuple[Tensor, State]:
-        """Hidden states ``(batch, time, features)``, and the state to go on from, cut from the graph."""
+        """Return the hidden states ``(batch, time, features)`` and the final state, detached."""
         hidden, (h, c) = self.lstm(self.dropout(look_up(self.embedding, tokens)), state)
         return self.dropout(hidden), (h.detach(), c.detach())

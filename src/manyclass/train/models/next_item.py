@@ -44,7 +44,7 @@ class FeedForward(nn.Module):
         items: Tensor,  # shape: (batch, history), with −1 where there is none
         users: Tensor,  # shape: (batch, user_features)
     ) -> Tensor:
-        """Hidden layer ``(batch, 1, features)``."""
+        """Return the hidden layer ``(batch, 1, features)``."""
         parts = [_look_up(self.embedding, items).flatten(1)]
         if self.users is not None:
             parts.append(self.users(users).flatten(1))
@@ -95,7 +95,7 @@ class Transformer(nn.Module):
         items: Tensor,  # shape: (batch, history), with −1 where there is none: on the left
         users: Tensor,  # shape: (batch, user_features)
     ) -> Tensor:
-        """Hidden states ``(batch, history, features)``, zero where there is no item."""
+        """Return the hidden states ``(batch, history, features)``, zero where there is no item."""
         row, place = (items >= 0).nonzero(as_tuple=True)  # most places of most users are empty: they cost nothing
         hidden = self.scale * look_up(self.embedding, items[row, place]) + self.position[place - items.shape[1]]
         if self.users is not None:
@@ -141,5 +141,5 @@ def _padded(hidden: Tensor, row: Tensor, place: Tensor, shape: Sequence[int]) ->
 
 
 def _look_up(embedding: nn.Module, items: Tensor) -> Tensor:
-    """Embeddings of items, zero where there is none."""
+    """Return the embeddings of items, zero where there is none."""
     return look_up(embedding, items.clamp(min=0)) * (items >= 0).unsqueeze(-1)

@@ -98,14 +98,14 @@ class Tower(nn.Module):
 
 
 def table(rows: int, features: int, spread: float = 0.1) -> nn.Embedding:
-    """Embeddings that are learned one by one."""
+    """Return the embeddings that are learned one by one."""
     embedding = nn.Embedding(rows, features, sparse=True)
     nn.init.uniform_(embedding.weight, -spread, spread)
     return embedding
 
 
 def look_up(embedding: nn.Module, ids: Tensor) -> Tensor:
-    """Embeddings of ``ids (*batch)``, shape ``(*batch, features)``; a tower encodes each class once."""
+    """Return the embeddings of ``ids (*batch)``, shape ``(*batch, features)``; a tower encodes each class once."""
     if isinstance(embedding, nn.Embedding):
         return embedding(ids)
     rows, place = ids.unique(return_inverse=True)

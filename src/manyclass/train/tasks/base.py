@@ -77,27 +77,27 @@ class Task(ABC, Generic[S]):
 
     @abstractmethod
     def trunk(self) -> nn.Module:
-        """The model below the output layer."""
+        """Return the model below the output layer."""
 
     def tower(self) -> nn.Module | None:
-        """A network that encodes classes, if there is to be one instead of a table of class embeddings."""
+        """Return a network that encodes classes, or None for a table of class embeddings."""
         return None
 
     @abstractmethod
     def batch(self, step: int) -> Batch:
-        """The batch of a step, counted from 0."""
+        """Return the batch of a step, counted from 0."""
 
     @abstractmethod
     def heldout(self, limit: int | None = None, test: bool = False, seen: bool = False) -> Iterator[Batch]:
-        """Batches of held-out or ``test`` data, of about ``limit`` examples or of all; ``seen``: with `Batch.seen`."""
+        """Yield batches of held-out or ``test`` data with about ``limit`` examples; ``seen`` adds `Batch.seen`."""
 
     @abstractmethod
     def encode(self, line: str) -> Batch:
-        """A line that a user asks predictions for; its target is empty."""
+        """Encode a line to predict from; its target is empty."""
 
     @abstractmethod
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """The training targets, and the class before each or `IGNORE`, both ``(examples,)``."""
+        """Return the training targets, and the class before each or `IGNORE`, both ``(examples,)``."""
 
     @cached_property
     def ids(self) -> dict[str, int]:
@@ -114,11 +114,11 @@ class Task(ABC, Generic[S]):
         raise ValueError("--exclude-seen is for recommenders: next-item")
 
     def unknown(self, line: str) -> list[str]:
-        """Parts of a line that `encode` leaves out, since training has not seen them."""
+        """Return the parts of a line that `encode` leaves out, since training has not seen them."""
         return []
 
     def _epoch_rows(self, step: int, examples: int) -> Tensor:
-        """The examples of a step, in an order that is new in each epoch, shape ``(batch,)``."""
+        """Return the examples of a step, in an order that is new in each epoch, shape ``(batch,)``."""
         epoch, place = divmod(step, self.steps_per_epoch)
         if self._permutation[0] != epoch:
             generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + epoch)
@@ -128,7 +128,7 @@ class Task(ABC, Generic[S]):
 
 
 def own_part(rows: Any, part: tuple[int, int]) -> Any:
-    """The rows of one process of several: neighbours, as many as the others have, or one more."""
+    """Return the rows of one process of several: neighbours, as many as the others have, or one more."""
     rank, world = part
     return rows[rank * len(rows) // world : (rank + 1) * len(rows) // world]
 
@@ -139,22 +139,22 @@ def write_facts(folder: Path, lines: list[str], **facts: Any) -> None:
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """What `write_facts` wrote."""
+    """Return what `write_facts` wrote."""
     return read_json(folder / "facts.json")
 
 
 def tensor(array: np.ndarray) -> Tensor:
-    """Class ids as torch wants them; copies what is memory-mapped."""
+    """Return class ids as an int64 tensor; copies memory-mapped arrays."""
     return torch.from_numpy(np.asarray(array, dtype=np.int64))
 
 
 def copied(array: np.ndarray) -> Tensor:
-    """An array in memory that may be mapped now."""
+    """Copy an array that may be memory-mapped."""
     return torch.from_numpy(np.array(array))
 
 
 def every(rows: Any, limit: int | None) -> Any:
-    """At most ``limit`` of the rows, at even distances."""
+    """Return at most ``limit`` of the rows, at even distances."""
     if limit is None or limit >= len(rows):
         return rows
     return rows[np.linspace(0, len(rows) - 1, limit).astype(np.int64)]

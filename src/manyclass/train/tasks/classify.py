@@ -37,7 +37,7 @@ class _Part:
         self.rows = np.flatnonzero(self.label_count)  # documents without labels teach nothing
 
     def batch(self, rows: np.ndarray) -> Batch:
-        """Some documents, and their labels, padded to the most that one of them has."""
+        """Return some documents, and their labels, padded to the most that one of them has."""
         starts = self.features.offsets[rows]
         sizes = self.features.offsets[rows + 1] - starts
         offsets = np.cumsum(sizes) - sizes
@@ -92,15 +92,15 @@ class Classify(Task[ClassifySettings]):
         return vocabulary
 
     def trunk(self) -> nn.Module:
-        """A bag of features."""
+        """Return a bag of features."""
         return BagOfFeatures(self.num_features, self.settings.features, self.settings.dropout)
 
     def batch(self, step: int) -> Batch:
-        """Some documents."""
+        """Return some documents."""
         return self.train.batch(self.rows[self._epoch_rows(step, len(self.rows)).numpy()])
 
     def heldout(self, limit: int | None = None, test: bool = False, seen: bool = False) -> Iterator[Batch]:
-        """Held-out or test documents."""
+        """Yield the held-out or test documents."""
         if seen:
             self.recommends()
         part, rows = self.held, self.held_rows
@@ -111,7 +111,7 @@ class Classify(Task[ClassifySettings]):
             yield part.batch(chosen[start : start + EVALUATED])
 
     def encode(self, line: str) -> Batch:
-        """A document: a text if the training data have texts, else ``feature:value feature:value …``."""
+        """Encode a document: a text if the training data have texts, else ``feature:value feature:value …``."""
         if self.hashed:
             ids, values = _texts(self.settings).features(line)
             if not ids:
@@ -126,7 +126,7 @@ class Classify(Task[ClassifySettings]):
         return _document(ids, values)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """All labels; nothing comes before a label."""
+        """Return all labels; a label has no predecessor."""
         chosen = np.zeros(len(self.train.labels), dtype=bool)
         chosen[self.rows] = True
         labels = tensor(self.train.labels.values[np.repeat(chosen, self.train.label_count)])
@@ -139,7 +139,7 @@ def _texts(settings: ClassifySettings) -> Texts:
 
 
 def _document(ids: Sequence[int], values: Sequence[float]) -> Batch:
-    """One document without labels."""
+    """Return one document without labels."""
     weights = _unit(torch.tensor(values), torch.tensor([len(values)]))
     return Batch((torch.tensor(ids), torch.tensor([0]), weights), torch.empty(1, 1, 0, dtype=torch.long))
 

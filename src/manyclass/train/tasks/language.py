@@ -88,12 +88,12 @@ class Language(Task[LanguageSettings]):
         return vocabulary
 
     def trunk(self) -> nn.Module:
-        """The paper's LSTM."""
+        """Return the paper's LSTM."""
         settings = self.settings
         return LSTM(self.num_classes, settings.features, settings.layers, settings.dropout, self.tower())
 
     def tower(self) -> nn.Module | None:
-        """A network on character n-grams, with ``--output characters``."""
+        """Return a network on character n-grams, with ``--output characters``."""
         return None if self.attributes is None else Tower(self.attributes, self.settings.features)
 
     def _attributes(self, folder: Path) -> Attributes:
@@ -103,12 +103,12 @@ class Language(Task[LanguageSettings]):
         return Attributes(none.int(), 0, none, [(copied(grams.values), copied(grams.offsets))], BUCKETS)
 
     def batch(self, step: int) -> Batch:
-        """The next ``length`` words of all streams."""
+        """Return the next ``length`` words of all streams."""
         start = step % self.steps_per_epoch * self.settings.length
         return _window(own_part(self.streams, self.part)[:, start : start + self.settings.length + 1])
 
     def heldout(self, limit: int | None = None, test: bool = False, seen: bool = False) -> Iterator[Batch]:
-        """The held-out or the test text from its beginning, in streams."""
+        """Yield the held-out or the test text from its beginning, in streams."""
         if seen:
             self.recommends()
         streams = self.test_streams if test and self.test_streams is not None else self.heldout_streams
@@ -119,7 +119,7 @@ class Language(Task[LanguageSettings]):
             yield _window(streams[:, start : min(words, start + WINDOW + 1)])
 
     def encode(self, line: str) -> Batch:
-        """The words of a line; those that are no class count as rare."""
+        """Encode the words of a line; words that are not classes count as rare."""
         words = WORD.findall(line) if self.settings.split == "words" else line.split()
         if not words:
             raise ValueError("no words to go on from")
@@ -127,7 +127,7 @@ class Language(Task[LanguageSettings]):
         return Batch((tokens,), tokens.new_empty(1, len(words), 0))
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """All words and their predecessors."""
+        """Return all words and their predecessors."""
         return tensor(self.text[1:]), tensor(self.text[:-1])
 
 

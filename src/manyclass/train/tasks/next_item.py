@@ -69,7 +69,7 @@ class _Part:
 
     @classmethod
     def load(cls, folder: Path, name: str, num_items: int, num_values: int, split: str | None = None) -> "_Part":
-        """The part ``name`` of the arrays in ``folder``, mapped into memory."""
+        """Return the part ``name`` of the arrays in ``folder``, mapped into memory."""
         sequences = Ragged.load(folder, name, num_items)
         users = load_array(folder / f"{name}.users.npy", np.int32, num_values, dims=2)
         if len(users) != len(sequences):
@@ -85,17 +85,17 @@ class _Part:
         return cls(sequences, users, some, some if split == "last-two" else 0)
 
     def history(self, last: np.ndarray) -> np.ndarray:
-        """All items before the positions ``last``, shape ``(positions, most of them)``, padded with `IGNORE`."""
+        """Return all items before the positions ``last``, shape ``(positions, most of them)``, padded with `IGNORE`."""
         starts = self.offsets[np.searchsorted(self.offsets, last, side="right") - 1]
         places = last[:, None] + np.arange(-int((last - starts).max(initial=0)), 0)
         return np.where(places >= starts[:, None], self.items[places.clip(0)], IGNORE)
 
     def windows(self, history: int) -> _Positions:
-        """Positions of targets such that windows of ``history`` that end there hold each target once."""
+        """Return the positions of targets such that windows of ``history`` that end there hold each target once."""
         return _Positions(self._ends - 1, -(-self._counts // history), history)
 
     def batch(self, last: np.ndarray, history: int, targets: int) -> Batch:
-        """The ``history`` items before the positions ``last``, whose last ``targets`` places have a target."""
+        """Return the ``history`` items before the positions ``last``, whose last ``targets`` places have a target."""
         row = np.searchsorted(self.offsets, last, side="right") - 1
         places = last[:, None] + np.arange(-history, 0)
         start = self.offsets[row][:, None]
@@ -177,7 +177,7 @@ class NextItem(Task[NextItemSettings]):
         return vocabulary
 
     def trunk(self) -> nn.Module:
-        """The paper's network, or a transformer."""
+        """Return the paper's network, or a transformer."""
         settings = self.settings
         more: dict[str, Any] = {"user_values": len(self.feature_names), "dropout": settings.dropout}
         more |= {"user_features": len(settings.user_feature or ()), "tower": self.tower()}
@@ -186,7 +186,7 @@ class NextItem(Task[NextItemSettings]):
         return Transformer(self.num_classes, settings.features, self.history, layers=settings.layers, **more)
 
     def tower(self) -> nn.Module | None:
-        """A network on the attributes of the items, with ``--item-feature``."""
+        """Return a network on the attributes of the items, with ``--item-feature``."""
         return None if self.attributes is None else Tower(self.attributes, self.settings.features)
 
     def _attributes(self, folder: Path) -> Attributes:
@@ -197,12 +197,12 @@ class NextItem(Task[NextItemSettings]):
         return Attributes(copied(items.categories), num_values, copied(items.numbers), bags, TEXTS.buckets)
 
     def batch(self, step: int) -> Batch:
-        """Some windows, in an order that is new in each epoch."""
+        """Return some windows, in an order that is new in each epoch."""
         last = self.examples[self._epoch_rows(step, len(self.examples)).numpy()]
         return self.train.batch(last, self.history, self.history if self.each else 1)
 
     def heldout(self, limit: int | None = None, test: bool = False, seen: bool = False) -> Iterator[Batch]:
-        """Held-out or test items and the histories before them."""
+        """Yield the held-out or test items and the histories before them."""
         part, positions = (self.tested, self.test_positions) if test else (self.held, self.held_positions)
         chosen = every(positions, limit)
         for start in range(0, len(chosen), EVALUATED):
@@ -214,7 +214,7 @@ class NextItem(Task[NextItemSettings]):
             yield batch._replace(seen=tensor(part.history(last))) if seen else batch
 
     def encode(self, line: str) -> Batch:
-        """Items of a history, oldest first; ``column=value`` is a feature of the user. Unknown items are left out."""
+        """Encode a history, oldest item first. ``column=value`` is a user feature. Unknown items are left out."""
         names = {name: index for index, name in enumerate(self.feature_names)}
         columns = self.settings.user_feature or []
         words = line.split()
@@ -233,15 +233,15 @@ class NextItem(Task[NextItemSettings]):
         """See `Task.recommends`."""
 
     def unknown(self, line: str) -> list[str]:
-        """Items that are no class."""
+        """Return the items that are not classes."""
         return [word for word in line.split() if not self._feature(word) and word not in self.ids]
 
     def _feature(self, word: str) -> bool:
-        """Whether a word of a line is a feature of the user; a value that nobody had counts as unknown."""
+        """Return whether a word is a feature of the user; a value never seen in training counts as unknown."""
         return "=" in word and word.partition("=")[0] in (self.settings.user_feature or ())
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """All items that follow another, and these."""
+        """Return all items that follow another item, and that item."""
         places = self.train.targets[:]
         return tensor(self.train.items[places]), tensor(self.train.items[places - 1])
 
@@ -256,7 +256,7 @@ def _item_facts(settings: NextItemSettings, table: Table, vocabulary: Vocabulary
 
 
 def _split(settings: NextItemSettings) -> str | None:
-    """How the interactions are split; None if the files to evaluate on are given."""
+    """Return how the interactions are split; None if the files to evaluate on are given."""
     if settings.heldout is not None:
         return None
     return "last" if settings.test is not None else settings.split
