@@ -25,7 +25,7 @@ DIVERGED = "diverged"
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """The runs' losses and speeds, for the terminal."""
+    """Return the runs' losses and speeds, for the terminal."""
     header, rows = _summary(runs)
     result = Table(title=TITLE, caption=" ".join(filter(None, (_caveat(runs), _protocol(runs)))) or None)
     for index, column in enumerate(header):
@@ -76,7 +76,7 @@ def write(runs: Sequence[Run], file: Path) -> None:
 
 
 def _panels(runs: Sequence[Run]) -> list[curves.Panel]:
-    """Held-out loss by steps and by time; training loss and bias, if they were measured."""
+    """Return panels of the held-out loss by steps and by time, and of training loss and bias if measured."""
 
     def panel(x: str, name: str, label: str, limits: tuple[float, float]) -> curves.Panel:
         columns = [(run.column("step" if x == STEPS else "seconds"), run.column(name)) for run in runs]
@@ -93,7 +93,7 @@ def _panels(runs: Sequence[Run]) -> list[curves.Panel]:
 
 
 def _loss_limits(runs: Sequence[Run]) -> tuple[float, float]:
-    """All losses, except that those far above the start, of runs about to diverge, do not squeeze the others."""
+    """Return axis limits for all losses, cut off above the start so that diverging runs do not squeeze others."""
     first = [run.rows[0]["heldout_loss"] for run in runs if math.isfinite(run.rows[0]["heldout_loss"])]
     losses = [loss for run in runs for loss in run.column("heldout_loss")]
     return curves.limits(losses, 1.2 * max(first) if first else math.inf)
@@ -104,7 +104,7 @@ def _side_by_side(dicts: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
-    """A name for each run: as much of the end of its path as tells the runs apart."""
+    """Return a name for each run: the shortest end of its path that is unique."""
     if not runs:
         raise ValueError("there are no runs to report")
     names = [run.name for run in runs]
@@ -117,7 +117,7 @@ def _labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _legend(runs: Sequence[Run]) -> list[str]:
-    """The runs' names for curves: says if a run diverged, since its curve may not show it."""
+    """Return the runs' names for curves, marked if a run diverged, since its curve may not show it."""
     pairs = zip(_labels(runs), runs, strict=True)
     return [name if math.isfinite(run.loss) else f"{name} ({DIVERGED})" for name, run in pairs]
 
@@ -130,7 +130,7 @@ def _title(runs: Sequence[Run]) -> str:
 
 
 def _caveat(runs: Sequence[Run]) -> str | None:
-    """Why the losses of the runs do not compare, if so."""
+    """Return why the losses of the runs do not compare, if so."""
     kinds = {"task": "tasks", "num_classes": "numbers of classes", "heldout_examples": "held-out data"}
     for key, what in kinds.items():
         if len({run.config.get(key) for run in runs}) > 1:
@@ -139,7 +139,7 @@ def _caveat(runs: Sequence[Run]) -> str | None:
 
 
 def _protocol(runs: Sequence[Run]) -> str | None:
-    """How the recommenders among the runs were ranked, or that they cannot be compared."""
+    """Return how the recommenders among the runs were ranked, or that they cannot be compared."""
     found = [run.measures for run in runs if run.task == "next-item" and run.measures]
     ways = {(str(one.get("on")), one.get("exclude_seen") is True) for one in found}
     if not ways:
@@ -151,7 +151,7 @@ def _protocol(runs: Sequence[Run]) -> str | None:
 
 
 def _lowest(runs: Sequence[Run]) -> str:
-    """One sentence on the best run."""
+    """Return one sentence on the best run."""
     good = [(run.loss, name, run) for name, run in zip(_labels(runs), runs, strict=True) if math.isfinite(run.loss)]
     if not good:
         return "Every run diverged." if len(runs) > 1 else "The run diverged."
@@ -162,7 +162,7 @@ def _lowest(runs: Sequence[Run]) -> str:
 
 
 def _summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the main table; columns that no run fills are left out."""
+    """Return the header and rows of the main table; columns that no run fills are left out."""
     full = next((run.steps_per_second for run in runs if run.sampler == "full"), math.nan)
     metrics = _keys(run.measures for run in runs if run.task != "lm")
     columns: dict[str, Callable[[Run], str]] = {
@@ -186,7 +186,7 @@ def _summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
 
 
 def _negatives(run: Run) -> str:
-    """How many negatives a step has at the end, and who uses them."""
+    """Return the number of own and shared negatives of a step at the end of a run."""
     if run.sampler == "full":
         return "all"
     settings = run.config["settings"]
@@ -212,7 +212,7 @@ def _number(value: float) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A setting for people, exact: two settings that differ look different."""
+    """Format a setting so that two settings that differ look different."""
     if value is None:
         return NONE
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -224,5 +224,5 @@ def _metric(run: Run, name: str) -> str:
 
 
 def _keys(dicts: Iterable[dict[str, Any]]) -> list[str]:
-    """All keys, in the order in which they appear first."""
+    """Return all keys, in the order in which they appear first."""
     return list(dict.fromkeys(key for one in dicts for key in one))

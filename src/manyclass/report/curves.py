@@ -72,7 +72,7 @@ def svg(figure: "Figure") -> bytes:
 
 
 def limits(values: Sequence[float], most: float = math.inf) -> tuple[float, float]:
-    """A range with some air around all finite values, at most up to ``most``; never empty."""
+    """Return an axis range with a margin around all finite values, cut off at ``most``; never empty."""
     finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low = min(finite)
     high = max(low, min(max(finite), most))

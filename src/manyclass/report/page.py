@@ -31,7 +31,7 @@ figure > img { width: 100%; height: auto; max-width: 64rem; border-radius: .3rem
 
 
 def document(title: str, parts: Sequence[str]) -> str:
-    """A whole page of HTML ``parts``."""
+    """Return a whole page of HTML ``parts``."""
     body = "\n".join(parts)
     return f"""<!doctype html>
 <html lang="en">
@@ -49,20 +49,20 @@ def document(title: str, parts: Sequence[str]) -> str:
 
 
 def element(tag: str, text: str, **attributes: object) -> str:
-    """An element that holds text; ``class_`` stands for ``class``."""
+    """Return an element that holds text; ``class_`` sets the attribute ``class``."""
     given = "".join(f' {key.rstrip("_")}="{escape(str(value))}"' for key, value in attributes.items())
     return f"<{tag}{given}>{escape(text)}</{tag}>"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table with a header row, in which the first cell of each row is a header too."""
+    """Return a table with a header row, in which the first cell of each row is a header too."""
     lines = [_header(header)]
     lines += [element("th", row[0], scope="row") + "".join(element("td", text) for text in row[1:]) for row in rows]
     return '<div class="scroll"><table>\n' + "\n".join(f"<tr>{line}</tr>" for line in lines) + "\n</table></div>"
 
 
 def comparison(names: Sequence[str], rows: dict[str, list[str]]) -> str:
-    """A table of settings, a column for each name: rows whose values differ come first, others have one wide cell."""
+    """Return a table of settings, a column per name: first the rows that differ, then one wide cell per row."""
     lines = [f"<tr>{_header(['setting', *names])}</tr>"]
     for key, values in sorted(rows.items(), key=lambda row: len(set(row[1])) == 1):
         if len(set(values)) > 1:
@@ -75,7 +75,7 @@ def comparison(names: Sequence[str], rows: dict[str, list[str]]) -> str:
 
 
 def image(content: bytes, kind: str, text: str) -> str:
-    """A picture inside of the page, such as of the kind ``image/svg+xml``, and a text that stands for it."""
+    """Embed a picture of a media type such as ``image/svg+xml``, with an alternative text."""
     data = base64.b64encode(content).decode()
     return f'<figure><img src="data:{kind};base64,{data}" alt="{escape(text)}"></figure>'
 

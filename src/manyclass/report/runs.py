@@ -72,7 +72,7 @@ class Run:
         return last["step"] / last["seconds"] if last["step"] > 0 < last["seconds"] else math.nan
 
     def column(self, name: str) -> list[float]:
-        """One column of ``metrics.csv``."""
+        """Return one column of ``metrics.csv``."""
         return [row[name] for row in self.rows]
 
 
