@@ -93,11 +93,11 @@ class Result(NamedTuple):
     curve: tuple[tuple[float, float], ...]
 
     def row(self) -> list[object]:
-        """The line as it is written."""
+        """Return the line as written to the CSV file."""
         return [*self.trial, *("" if math.isnan(value) else f"{value:.6g}" for value in self[1:-1])]
 
     def seconds_to(self, loss: float) -> float:
-        """CPU time of training until the first evaluation with at most this loss; infinite if there is none."""
+        """Return the CPU time of training until the loss is at most this; infinite if it never is."""
         return next((seconds for seconds, reached in self.curve if reached <= loss), math.inf)
 
 
@@ -182,7 +182,7 @@ def read(out: Path) -> dict[Trial, Result]:
 
 
 def _lines(file: Path, header: Sequence[str]) -> Iterator[tuple[Trial, list[float]]]:
-    """The trial and the numbers of each line of a CSV file, nan for an empty cell."""
+    """Yield the trial and the numbers of each line of a CSV file, nan for an empty cell."""
     if not file.exists():
         return
     with file.open(newline="") as handle:

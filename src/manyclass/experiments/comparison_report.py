@@ -125,12 +125,12 @@ def _row(method: str, runs: Sequence[Result], baseline: float, end: float) -> tu
 
 
 def end_of_full(results: Sequence[Result]) -> float:
-    """Where the curves of the full softmax end, on a part of the held-out examples; nan if they are missing."""
+    """Return where the curves of the full softmax end, on a part of the held-out examples; nan if they are missing."""
     return mean(one.curve[-1][1] for one in results if one.trial.method == FULL and one.curve)
 
 
 def mean(values: Iterable[float]) -> float:
-    """The mean; nan without values."""
+    """Return the mean; nan without values."""
     values = list(values)
     return sum(values) / len(values) if values else math.nan
 

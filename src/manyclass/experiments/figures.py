@@ -39,7 +39,7 @@ def draw(figure: str, curves: Sequence[Curve], out: Path, note: str) -> list[Pat
 
 
 def bias(curves: Sequence[Curve], file: Path, note: str) -> None:
-    """Figure 2: final quality against the number of negatives, one panel per data set."""
+    """Draw figure 2: final quality against the number of negatives, one panel per data set."""
     names = _datasets(curves)
     figure, panels = _figure(len(names), note)
     for name, axes in zip(names, panels, strict=True):
@@ -64,7 +64,7 @@ def bias(curves: Sequence[Curve], file: Path, note: str) -> None:
 
 
 def samples(curves: Sequence[Curve], file: Path, note: str, against: str = "epoch") -> None:
-    """Figure 3 and its appendix: convergence for varying numbers of negatives, one panel per sampler."""
+    """Draw figure 3 and its appendix: convergence by number of negatives, one panel per sampler."""
     name = curves[0].point.dataset
     found = [sampler for sampler in STYLES if any(curve.point.sampler == sampler for curve in curves)]
     figure, panels = _figure(len(found), note)
@@ -85,7 +85,7 @@ def samples(curves: Sequence[Curve], file: Path, note: str, against: str = "epoc
 
 
 def distributions(curves: Sequence[Curve], file: Path, note: str, against: str = "epoch") -> None:
-    """Figure 4 and its appendix: convergence of the samplers at a fixed number of negatives, one panel per number."""
+    """Draw figure 4 and its appendix: convergence by sampler, one panel per number of negatives."""
     name = curves[0].point.dataset
     figure, panels = _figure(len(FIXED), note)
     for number, axes in zip(FIXED, panels, strict=True):
@@ -148,7 +148,7 @@ def _seconds_axis(axes: Any) -> None:
 
 
 def _figure(count: int, note: str) -> tuple[Any, list[Any]]:
-    """A figure with ``count`` panels."""
+    """Return a figure with ``count`` panels."""
     from matplotlib.figure import Figure
 
     columns = 2 if count == 4 else min(count, 4)
@@ -184,7 +184,7 @@ def _range(axes: Any, curves: Sequence[Curve], name: str, title: str, points: di
 
 
 def _legend(figure: Any, axes: Any) -> None:
-    """One legend for all panels, below them."""
+    """Draw one legend for all panels, below them."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize="small")
 
@@ -204,7 +204,7 @@ def _baselines(axes: Any, curves: Sequence[Curve], against: str, predictions: tu
 
 
 def _mean(curves: Sequence[Curve], sampler: str) -> dict[int, float]:
-    """Mean final quality over seeds, for each number of negatives."""
+    """Return the mean final quality over seeds, for each number of negatives."""
     finals: dict[int, list[float]] = {}
     for curve in curves:
         if curve.point.sampler == sampler and curve.point.negatives:

@@ -105,7 +105,7 @@ class Result(NamedTuple):
     curve: tuple[Point, ...]
 
     def row(self) -> list[object]:
-        """The line as it is written."""
+        """Return the line as written to the CSV file."""
         measures = [f"{value:.5f}" for value in (self.loss, self.recall, self.mrr, self.ndcg)]
         bias = "" if math.isnan(self.bias) else f"{self.bias:.5f}"
         return [*self.trial, *measures, f"{self.seconds:.2f}", self.steps, bias]

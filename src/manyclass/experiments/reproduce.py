@@ -144,7 +144,7 @@ class Curve(NamedTuple):
 
 
 def points(dataset: str, preset: Preset) -> list[Point]:
-    """All runs that the figures of a data set are made of."""
+    """Return all runs that the figures of a data set are made of."""
     found = [
         Point(dataset, FULL, prediction, None, seed)
         for prediction in ("softmax", "absolute")
@@ -160,7 +160,7 @@ def points(dataset: str, preset: Preset) -> list[Point]:
 
 
 def command(point: Point, preset: str, files: Mapping[str, Path], out: Path) -> list[str]:
-    """The options of `manyclass train` for a run."""
+    """Return the options of `manyclass train` for a run."""
     dataset = DATASETS[point.dataset]
     options = [*dataset.options.split(), *dataset.presets[preset].split()]
     for option, file in files.items():
@@ -172,7 +172,7 @@ def command(point: Point, preset: str, files: Mapping[str, Path], out: Path) -> 
 
 
 def sources(name: str, data: Path | None, out: Path) -> dict[str, Path]:
-    """The files of a data set, each with its option: found below ``data``, or made below ``out``."""
+    """Return the files of a data set, each with its option. Synthetic files are written below ``out``."""
     dataset = DATASETS[name]
     if dataset.made:
         file = out / name / "interactions.txt"
@@ -290,7 +290,7 @@ def _job(point: Point, preset: str, files: Mapping[str, Path], out: Path) -> Job
 
 
 def write(curves: Iterable[Curve], file: Path) -> None:
-    """All curves as one table."""
+    """Write all curves as one table."""
     header = ("dataset", "sampler", "prediction", "negatives", "seed", "step", "epoch", "seconds", "heldout_loss")
     rows = [
         (*point, int(row.step), f"{row.epoch:.4f}", f"{row.seconds:.2f}", f"{row.heldout_loss:.5f}")
@@ -301,7 +301,7 @@ def write(curves: Iterable[Curve], file: Path) -> None:
 
 
 def read(file: Path) -> list[Curve]:
-    """The curves that `write` wrote, to draw them again."""
+    """Read the curves that `write` wrote."""
     found: dict[Point, list[Metrics]] = {}
     with file.open(newline="") as handle:
         for row in csv.DictReader(handle):
