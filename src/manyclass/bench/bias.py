@@ -175,7 +175,7 @@ def _compare(judge: Judge, alternative: Alternative, number: int) -> diagnostics
 
 
 def _steps(parameters: Iterable[Tensor], loss: Callable[..., Tensor], batches: list[Examples]) -> Callable[[], None]:
-    """A training step on the next of the batches. A learning rate of 0 costs the same and keeps the weights."""
+    """Return a training step that cycles through the batches. Its learning rate of 0 keeps the weights."""
     optimizer, following = torch.optim.SGD(parameters, lr=0.0), itertools.cycle(batches)
 
     def step() -> None:

@@ -58,7 +58,7 @@ def run(out: Path, console: Console, num_classes: int, worlds: list[int]) -> Non
 
 
 def _measure(rank: int, world: int, num_classes: int, folder: str) -> None:
-    """One process of a measurement; the first one writes down what it found."""
+    """Run one process of a measurement; the first process writes the results."""
     from ..distributed import ShardedSampledSoftmax, collectives
 
     torch.set_num_threads(1)
@@ -152,7 +152,7 @@ class Paper(NamedTuple):
         }
 
     def describe(self) -> str:
-        """In words and numbers."""
+        """Describe the estimate for readers."""
         parts = ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in self.seconds.items())
         return (
             f"on paper: {self.num_classes:.0e} classes of {self.features} features on {self.machines} machines, "
@@ -165,7 +165,7 @@ class Paper(NamedTuple):
 
 
 def on_paper() -> Paper:
-    """The case that is asked for most: 10⁸ classes on 64 machines."""
+    """Estimate a step with 10⁸ classes on 64 machines."""
     return Paper()
 
 

@@ -80,7 +80,7 @@ def run(
 
 
 def _task(settings: LanguageSettings, console: Console) -> Language:
-    """The text as numbers, from an earlier call if there was one."""
+    """Return the text as numbers, from an earlier call if there was one."""
     folder = settings.out
     names = folder / "vocabulary.parquet"
     if not names.exists():
@@ -152,7 +152,7 @@ def _table(rows: Sequence[Row], task: Language, positions: int) -> Table:
 
 
 def _at(curve: Sequence[Row], seconds: float) -> float | None:
-    """The loss at a time, on the line between the evaluations before and after it; None before the first."""
+    """Interpolate the loss at a time between evaluations; None before the first."""
     for before, after in pairwise(curve):
         if before.seconds <= seconds <= after.seconds:
             share = (seconds - before.seconds) / max(after.seconds - before.seconds, 1e-9)

@@ -119,7 +119,7 @@ def _trained(task: Task[Any], settings: Settings, name: str, progress: Progress)
 
 
 def _passages(text: Tensor, batches: int) -> Iterator[Tensor]:
-    """Batches of passages at even distances, shape ``(EXAMPLES, PASSAGE)``; a batch spans the whole text."""
+    """Return the batches of passages at even distances, shape ``(EXAMPLES, PASSAGE)``; a batch spans the whole text."""
     number = batches * EXAMPLES
     passages = text.unfold(0, PASSAGE, max(1, (len(text) - PASSAGE) // number))[:number]
     return (passages[first::batches] for first in range(batches))
@@ -127,7 +127,7 @@ def _passages(text: Tensor, batches: int) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _examples(model: Model, inputs: tuple[Tensor, ...], target: Tensor, context: Tensor) -> Examples:
-    """The hidden states at the last place."""
+    """Return the hidden states at the last place."""
     hidden = model.trunk(*inputs)
     hidden = hidden[0] if model.recurrent else hidden
     return Examples(hidden[:, -1], target, context)

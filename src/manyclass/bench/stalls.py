@@ -82,7 +82,7 @@ def measure(classes: int, steps: int, progress: Progress) -> list[Row]:
 
 
 def _stops(partition: Partition, steps: int) -> list[int]:
-    """Slices to time: some at even distances, and the first and last ones of the stages."""
+    """Return the slices to time: some at even distances, and the first and last ones of the stages."""
     last_scan = math.ceil(partition.num_classes / SLICE) - 1
     first_finish = partition.slices - (1 << partition.stepwise)
     even = torch.linspace(0, partition.slices - 1, steps).long().tolist()

@@ -55,7 +55,7 @@ class Row(NamedTuple):
 def training_step(
     parameters: Iterable[Tensor], loss: Callable[[Tensor], Tensor], query: Tensor, lr: float = 0.1
 ) -> Callable[[], None]:
-    """A whole training step: forward, backward (to the query too), SGD; a sampler's update is part of the forward."""
+    """Run a training step: forward with the sampler's update, backward to weights and query, SGD."""
     optimizer = torch.optim.SGD(parameters, lr=lr)
 
     def step() -> None:
@@ -67,7 +67,7 @@ def training_step(
 
 
 def time_steps(steps: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Seconds of each step: the mean over consecutive ones, the best of several rounds in which all take turns."""
+    """Return the seconds per step: means over consecutive steps, the best of several rounds in turn."""
     counts = {}
     for name, seconds in best_of(steps, repeats=1).items():
         counts[name] = max(1, min(CONSECUTIVE, int(LONGEST / seconds)))
@@ -108,7 +108,7 @@ def run(out: Path, console: Console) -> None:
 
 
 def _steps(num_classes: int, in_features: int) -> tuple[dict[str, Callable[[], object]], dict[str, float]]:
-    """A training step for each output layer, and the memory of the samplers in units of the class weights.
+    """Return a training step for each output layer, and the memory of the samplers in units of the class weights.
 
     There is no full softmax where its logits take an eighth of the memory or more.
     """
@@ -141,7 +141,7 @@ def _steps(num_classes: int, in_features: int) -> tuple[dict[str, Callable[[], o
 
 
 def _samplers(num_classes: int) -> dict[str, tuple[str, int, dict[str, Any]]]:
-    """Name, number of samples and options of the sampler of each layer."""
+    """Return the name, the number of samples and the options of each layer's sampler."""
     counts = (1e9 / torch.arange(1, num_classes + 1)).long()
     pool = {"scope": "batch"}
     found: dict[str, tuple[str, int, dict[str, Any]]] = {

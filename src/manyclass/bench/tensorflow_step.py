@@ -11,7 +11,7 @@ LEARNING_RATE = 0.1
 
 
 def available() -> bool:
-    """Whether TensorFlow is installed."""
+    """Return whether TensorFlow is installed."""
     return find_spec("tensorflow") is not None
 
 

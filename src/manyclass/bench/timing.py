@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def best_of(alternatives: dict[str, Callable[[], object]], repeats: int = 7, budget: float = 6.0) -> dict[str, float]:
-    """Seconds of each alternative: the best of up to ``repeats`` rounds, in which all take turns.
+    """Return the seconds of each alternative: the best of up to ``repeats`` rounds, in which all take turns.
 
     An alternative that has had two rounds and ``budget`` seconds sits out the rest.
     """

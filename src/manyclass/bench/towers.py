@@ -75,7 +75,7 @@ class Tower(nn.Module):
         self.layers = nn.Sequential(nn.Linear(attributes.shape[1], hidden), nn.Tanh(), nn.Linear(hidden, features))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Ids ``(k,)`` → ``(k, features)``."""
+        """Encode ids ``(k,)`` to ``(k, features)``."""
         return self.layers(self.attributes[ids])  # pyright: ignore
 
 
@@ -137,7 +137,7 @@ def train(name: str, problem: Problem, steps: int, seed: int) -> Outcome:
 
 
 def peak_of(step: Callable[[], object]) -> float:
-    """Resident memory in MiB that a call adds at its peak; NaN where the system does not tell."""
+    """Return the MiB of resident memory that a call adds at its peak; NaN if the system cannot tell."""
 
     def status(field: str) -> float:
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -54,7 +54,7 @@ def run(out: Path, console: Console) -> None:
 
 
 def _measure(num_classes: int, in_features: int) -> tuple[dict[str, float], float]:
-    """Seconds of each part and step, and the sampler's memory in units of the class weights."""
+    """Return the seconds of each part and step, and the sampler's memory in units of the class weights."""
     torch.manual_seed(0)
     query, target = torch.randn(BATCH, in_features), torch.randint(num_classes, (BATCH,))
     kernel = kernels.Quadratic()
@@ -112,7 +112,7 @@ def _print(rows: list[Row], memory: dict[tuple[int, int], float], console: Conso
 
 @torch.no_grad()
 def _print_bias(console: Console, num_classes: int = 10_000, in_features: int = 64) -> None:
-    """How far log Ẑ of the absolute softmax is from log Z, on weights whose logits have a deviation of 2."""
+    """Print the bias of log Ẑ for the absolute softmax, on weights whose logits have standard deviation 2."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(BATCH, in_features, generator=generator)
     weight = torch.randn(num_classes, in_features, generator=generator) * (2 / math.sqrt(in_features))
