@@ -40,7 +40,7 @@ class AliasTable(nn.Module):
             self.register_buffer(name, buffer, persistent=persistent)
 
     def total(self, row: Tensor) -> Tensor:
-        """Total mass of each row, shape of ``row``; 0 for an empty one."""
+        """Return the total mass of each row, shape of ``row``; 0 for an empty one."""
         return self._mass_before(self.offsets[row + 1]) - self._mass_before(self.offsets[row])
 
     def draw(self, row: Tensor, uniform: Tensor) -> Tensor:

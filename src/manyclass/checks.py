@@ -134,7 +134,7 @@ def queries(name: str, value: object, in_features: int | None = None, *, validat
 
 
 def readable(value: Tensor) -> bool:
-    """Whether values can be read: not while torch compiles, exports or maps over a batch."""
+    """Return whether values can be read: not while torch compiles, exports or maps over a batch."""
     return not (torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(value))  # pyright: ignore
 
 

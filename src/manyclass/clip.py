@@ -15,7 +15,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` for parameters of which some have sparse gradients.
+    """Clip dense and sparse gradients as `torch.nn.utils.clip_grad_norm_` does.
 
     Scales all gradients in place so that their total norm is at most ``max_norm``; returns the norm they had.
     A sparse gradient is coalesced first, since the norm of summands is not the norm of their sum. Parameters of

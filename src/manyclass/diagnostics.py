@@ -78,7 +78,7 @@ class Monitor:
         self._sampling = time.perf_counter() - self._began
 
     def size(self) -> int:
-        """How many examples the last batch had."""
+        """Return how many examples the last batch had."""
         return 0 if self.last is None else len(self.last[0])
 
     def some(self, examples: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -124,7 +124,7 @@ def measure(
 
 
 def each(losses: Tensor, target: Tensor) -> Tensor:
-    """Mean loss of each example, ``(examples,)``; of several targets ``(examples, k)``, −1 is none."""
+    """Return the mean loss of each example, ``(examples,)``; of several targets ``(examples, k)``, −1 is none."""
     if target.dim() == 1:
         return losses
     here = target >= 0

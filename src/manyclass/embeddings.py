@@ -80,7 +80,7 @@ class ClassEmbeddings(nn.Module):
         self.reset_parameters()
 
     def _embedding(self, tied: nn.Embedding | None, device: Any, dtype: torch.dtype | None) -> nn.Embedding:
-        """The table of class embeddings: a new one, or the one that is tied."""
+        """Return the table of class embeddings: a new one, or the one that is tied."""
         expected = (self.num_classes, self.in_features)
         if tied is None:
             return self._table(self.in_features, device, dtype)
@@ -93,7 +93,7 @@ class ClassEmbeddings(nn.Module):
         return tied
 
     def _table(self, columns: int, device: Any, dtype: torch.dtype | None) -> nn.Embedding:
-        """Parameters belong to nn.Embedding modules: DistributedDataParallel expects sparse gradients only there."""
+        """Make an nn.Embedding: DistributedDataParallel expects sparse gradients only there."""
         rows = torch.empty(self.shard.size, columns, device=device, dtype=dtype)
         return nn.Embedding.from_pretrained(rows, freeze=False, sparse=self.sparse)
 
@@ -136,7 +136,7 @@ class ClassEmbeddings(nn.Module):
         return None if self.bias_embedding is None else self.bias_embedding.weight
 
     def _fresh_tables(self) -> Tables:
-        """`_tables` for exact results: encodes all classes, or warns, if the cache is stale."""
+        """Return `_tables` for exact results: encode all classes, or warn, if the cache is stale."""
         if self.cache is not None:
             self.cache.ensure(self._known, self._sources(), self._automatic())
         return self._tables()
@@ -144,7 +144,7 @@ class ClassEmbeddings(nn.Module):
     def _scored(
         self, query: Tensor, target: Tensor, draw: Draw, exchange: Exchange, encode: bool
     ) -> tuple[Tensor, Tensor]:
-        """`fused.sampled_loss` with present embeddings, or, without ``encode``, with those in `weight`.
+        """Compute `fused.sampled_loss` with present embeddings, or from `weight` without ``encode``.
 
         Embeddings that have to be made are made once for each class. Target ``(batch,)`` or ``(batch, k)``.
         """
@@ -166,7 +166,7 @@ class ClassEmbeddings(nn.Module):
         return positives.sampled_loss(query, weight, offsets, target, draw, **options)
 
     def _made(self, ids: Tensor, exchange: Exchange | None = None) -> Tensor:
-        """Embeddings of classes of this process, ``ids (k,)`` sorted and distinct, with gradients."""
+        """Return the embeddings of classes of this process, ``ids (k,)`` sorted and distinct, with gradients."""
         if self.embedding is not None:
             rows = fused.select_rows(self.embedding.weight, ids, self.sparse, exchange)
         else:
@@ -176,28 +176,28 @@ class ClassEmbeddings(nn.Module):
         return rows if self.cosine is None else F.normalize(rows, dim=-1)
 
     def _known(self, ids: Tensor) -> Tensor:
-        """Embeddings of classes as for a prediction: without gradients, dropout and random numbers."""
+        """Return the embeddings of classes as for a prediction: without gradients, dropout and random numbers."""
         with torch.no_grad(), nullcontext() if self.classes is None else evaluating(self.classes):
             return self._made(ids)
 
     def _sources(self) -> list[Tensor]:
-        """All that class embeddings are made of."""
+        """Return the tensors that class embeddings are computed from."""
         source = self.embedding if self.classes is None else self.classes
         assert source is not None
         return [*source.parameters(), *source.buffers()]
 
     def _margin(self) -> functional.Margin | None:
-        """What training does to the output of a target."""
+        """Return the function that training applies to the output of a target."""
         return None if self.cosine is None or self.cosine.margin is None else self.cosine.shifted
 
     def _automatic(self) -> bool:
-        """Whether exact results make a stale cache anew: where that costs no more than they do."""
+        """Return whether exact results rebuild a stale cache: only if that costs no more than the results."""
         return self.classes is None
 
     def _age(self) -> float:
-        """Mean age of the embeddings in `weight`, in training steps."""
+        """Return the mean age of the embeddings in `weight`, in training steps."""
         return 0.0 if self.cache is None else self.cache.age()
 
     def _learns(self) -> bool:
-        """Whether a training step can change the class embeddings."""
+        """Return whether a training step can change the class embeddings."""
         return any(source.requires_grad for source in self._sources())

@@ -180,7 +180,7 @@ class Cache(Counters):
         self._versions = _versions(parameters)
 
     def is_fresh(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether the cache holds what the encoder would return now."""
+        """Return whether the cache holds what the encoder would return now."""
         return self.started and self.fresh and self._versions == _versions(parameters)
 
     def ensure(self, embed: Encode, parameters: list[Tensor], automatic: bool) -> None:
@@ -198,7 +198,7 @@ class Cache(Counters):
             )
 
     def age(self) -> float:
-        """Mean number of steps since a class was encoded."""
+        """Return the mean number of steps since a class was encoded."""
         return float((self.steps - self.encoded_at).clamp(min=0).double().mean())
 
     def extra_repr(self) -> str:

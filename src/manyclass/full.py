@@ -31,7 +31,7 @@ class FullSoftmax(Head):
         return True  # it costs what a training step costs
 
     def _all(self) -> Tables:
-        """Embeddings of all classes, with gradients."""
+        """Return the embeddings of all classes, with gradients."""
         assert self.cache is not None
         rows = self._made(torch.arange(self.shard.size, device=self.weight.device))
         self.cache.fresh &= not self._learns()

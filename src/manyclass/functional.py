@@ -52,7 +52,7 @@ def sampled_softmax_loss(
     *,
     prediction: str = "softmax",
 ) -> Tensor:
-    """Sampled softmax loss of the paper's eq. 2 and 3.
+    """Compute the sampled softmax loss, eq. 2 and 3 of the paper.
 
     ``loss = −o_y + log(exp(o_y) + Σ_k exp(o_k − log_count_k))``, where ``log_count`` is the log of the expected
     number of times that the negative enters the sample, ``ln(m·q)`` for ``m`` draws with replacement from ``q``.
@@ -127,7 +127,7 @@ def cosine_softmax_loss(
     *,
     margin: Margin | None = None,
 ) -> Tensor:
-    """`full_softmax_loss` of the logits ``scale · cos(query, class)``; ``margin`` maps the cosine of a target.
+    """Compute `full_softmax_loss` of logits ``scale · cos(query, class)``; ``margin`` maps target cosines.
 
     What a layer with ``cosine=Cosine(scale, margin=…)`` estimates in training.
     """
@@ -138,7 +138,7 @@ def cosine_softmax_loss(
 
 
 def positive_outputs(query: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, prediction: str) -> Tensor:
-    """Outputs of the classes ``labels (*batch, k)`` for queries ``(*batch, in_features)``; −1 stands for any class."""
+    """Return outputs of the classes ``labels (*batch, k)`` for queries ``(*batch, in_features)``; −1 is any class."""
     positive = (query.unsqueeze(-2) * weight[labels].to(query.dtype)).sum(dim=-1)
     return output(positive if bias is None else positive + bias[labels].to(query.dtype), prediction)
 
@@ -151,7 +151,7 @@ def log_partition(
     prediction: str = "softmax",
     exclude: Tensor | None = None,  # shape: (*batch, k), −1 for none
 ) -> Tensor:
-    """Log of the partition function, ``log Σ_i exp(o_i)``, in chunks of bounded memory. Returns shape ``(*batch)``.
+    """Compute the log-partition ``log Σ_i exp(o_i)``, shape ``(*batch)``, in chunks of bounded memory.
 
     The sum leaves out the classes in ``exclude``.
     """
@@ -183,7 +183,7 @@ def topk(
     *,
     prediction: str = "softmax",
 ) -> tuple[Tensor, Tensor]:
-    """The ``k`` classes with the largest outputs, best first, in chunks of bounded memory.
+    """Return the ``k`` classes with the largest outputs, best first, in chunks of bounded memory.
 
     Returns the outputs (after ``|·|`` if absolute) and the class ids, both of shape ``(*batch, k)``.
     """
@@ -214,7 +214,7 @@ def log_prob(
     *,
     prediction: str = "softmax",
 ) -> Tensor:
-    """Log probability of every class (eq. 1), shape ``(*batch, num_classes)``: the result is as large as it sounds."""
+    """Return the log probability of every class (eq. 1), shape ``(*batch, num_classes)``."""
     _check_arguments(query, weight, bias, prediction)
     return output(linear(query, weight, bias), prediction).log_softmax(dim=-1)
 
@@ -229,7 +229,7 @@ def _check_arguments(query: Tensor, weight: Tensor, bias: Tensor | None, predict
 
 
 def linear(query: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Logits in the precision of the query, whatever the parameters are stored in: ``(*batch, num_classes)``."""
+    """Return logits ``(*batch, num_classes)`` in the precision of the query, not of the parameters."""
     return F.linear(query, weight.to(query.dtype), None if bias is None else bias.to(query.dtype))
 
 

@@ -56,7 +56,7 @@ def reference_loss(
     sparse: bool,
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`sampled_loss` in plain PyTorch."""
+    """Compute `sampled_loss` in plain PyTorch."""
     options = {"prediction": prediction, "sparse": sparse, "exchange": exchange}
     positive, negative, log_count = gathered_outputs(query, weight, bias, target, draw, **options)
     rest = negative - log_count
@@ -78,7 +78,7 @@ def gathered_outputs(
     sparse: bool,
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs of the positives ``(batch,)`` and of all negatives ``(batch, own + pool)``, and the log-counts of these.
+    """Return outputs of positives ``(batch,)`` and negatives ``(batch, own + pool)``, and log-counts of negatives.
 
     The log-count of a slot that is empty for an example is `EMPTY`. Arguments are those of `sampled_loss`.
     """
@@ -196,14 +196,14 @@ class _SelectRows(torch.autograd.Function):
 
 
 def select_rows(weight: Tensor, rows: Tensor, sparse: bool, exchange: Exchange | None = None) -> Tensor:
-    """``weight[rows]`` for sorted, distinct ``rows``, whose gradient is sparse or dense."""
+    """Return ``weight[rows]`` for sorted, distinct ``rows``; its gradient is sparse or dense."""
     return cast(Tensor, _SelectRows.apply(weight, rows, sparse, exchange))
 
 
 def _row_gradient(
     weight: Tensor, rows: Tensor, values: Tensor, sparse: bool, exchange: Exchange | None = None
 ) -> Tensor:
-    """The gradient of ``weight`` whose sorted, distinct ``rows`` are ``values``; the others are zero."""
+    """Return the gradient of ``weight`` whose sorted, distinct ``rows`` are ``values``; the others are zero."""
     if exchange is not None:
         rows, values = exchange(rows, values)
     if not sparse:
@@ -222,5 +222,5 @@ def _row_gradient(
 
 
 def sparse_rows(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
-    """A coalesced sparse matrix of sorted, distinct ``rows``, which are not checked."""
+    """Return a coalesced sparse matrix of sorted, distinct ``rows``, which are not checked."""
     return torch.sparse_coo_tensor(rows.unsqueeze(0), values, shape, is_coalesced=True, check_invariants=False)

@@ -127,7 +127,7 @@ class Head(ClassEmbeddings):
     def _training_losses(
         self, query: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None
     ) -> Tensor:
-        """Loss of each target in training: query ``(batch, in_features)``, target ``(batch,)`` → ``(batch,)``.
+        """Compute the training loss of each target: query ``(batch, in_features)``, target and loss ``(batch,)``.
 
         Several targets of an example: target ``(batch, k)``, padded with −1 → ``(batch, k)``.
         """
@@ -139,14 +139,14 @@ class Head(ClassEmbeddings):
         return self.shard.exact_losses(query, target, tables, self.prediction, margin)
 
     def log_prob(self, input: Tensor) -> Tensor:
-        """Log probability of every class, shape ``(*batch, num_classes)``. O(n·d) per example."""
+        """Return the log probability of every class, shape ``(*batch, num_classes)``. O(n·d) per example."""
         query = self._check_input(input)
         with full_precision(query):
             return self.shard.log_prob(query, self._fresh_tables(), self.prediction)
 
     @torch.no_grad()
     def topk(self, input: Tensor, k: int, *, probe: int | None = None) -> tuple[Tensor, Tensor]:
-        """The ``k`` most probable classes, best first: log probabilities and ids, both ``(*batch, k)``.
+        """Return the ``k`` most probable classes, best first: log probabilities and ids, both ``(*batch, k)``.
 
         Scores all classes in chunks, so memory stays bounded. ``probe`` is for `SampledSoftmax` with ``"blocks"``.
         """
@@ -161,7 +161,7 @@ class Head(ClassEmbeddings):
 
     @torch.no_grad()
     def predict(self, input: Tensor) -> Tensor:
-        """The most probable class of each query, shape ``(*batch)``."""
+        """Return the most probable class of each query, shape ``(*batch)``."""
         return self.topk(input, 1)[1].squeeze(-1)
 
     def _check_input(self, input: Tensor) -> Tensor:
@@ -185,5 +185,5 @@ class Head(ClassEmbeddings):
 
 
 def full_precision(query: Tensor) -> torch.autocast:
-    """Autocast would run the matrix products of the loss in half precision."""
+    """Disable autocast, which would run the loss in half precision."""
     return torch.autocast(query.device.type, enabled=False)

@@ -33,11 +33,11 @@ class FeatureKernel(Protocol):
     """What `samplers.KernelTree` asks of a kernel: a feature map, and at best ``value(logits)`` too."""
 
     def feature_dim(self, in_features: int) -> int:
-        """D, the number of features of a vector of ``in_features`` numbers."""
+        """Return D, the number of features of a vector of ``in_features`` numbers."""
         ...
 
     def feature_map(self, vectors: Tensor) -> Tensor:
-        """φ: shape ``(*batch, in_features)`` → ``(*batch, feature_dim)``."""
+        """Map vectors ``(*batch, in_features)`` to features φ ``(*batch, feature_dim)``."""
         ...
 
 
@@ -56,16 +56,16 @@ class Polynomial:
         return f"{type(self).__name__}(degree={self.degree}, alpha={self.alpha})"
 
     def value(self, logits: Tensor) -> Tensor:
-        """``alpha · logits^degree + 1``; the shape is kept."""
+        """Return ``alpha · logits^degree + 1``; the shape is kept."""
         square = logits.square()
         return self.alpha * (square if self.degree == 2 else square ** (self.degree // 2)) + 1
 
     def feature_dim(self, in_features: int) -> int:
-        """D: the distinct monomials of ``degree`` in ``in_features`` variables, and one constant."""
+        """Return D: the number of distinct monomials of ``degree`` in ``in_features`` variables, plus one."""
         return math.comb(in_features + self.degree - 1, self.degree) + 1
 
     def feature_map(self, vectors: Tensor) -> Tensor:
-        """φ: shape ``(*batch, in_features)`` → ``(*batch, feature_dim)``.
+        """Map vectors ``(*batch, in_features)`` to features φ ``(*batch, feature_dim)``.
 
         Each monomial appears once, scaled by the root of the number of orders in which its factors can be written
         (packed symmetric: for ``degree=2`` half of the paper's d² + 1). O(degree · D) per vector.
@@ -87,7 +87,7 @@ class Polynomial:
 
 @functools.lru_cache(maxsize=8)
 def _monomials(in_features: int, degree: int) -> tuple[Tensor, Tensor]:
-    """The factors of each monomial, shape ``(degree, monomials)``, and in how many orders they can be written."""
+    """Return the factors of each monomial ``(degree, monomials)`` and the number of orders of its factors."""
     factors = torch.combinations(torch.arange(in_features), degree, with_replacement=True)
     # The factors are sorted: the k-th of a run of equal ones divides the degree! orders by k.
     run = torch.ones(len(factors), dtype=torch.float64)
@@ -113,14 +113,14 @@ class Quartic(Polynomial):
 
 
 def evaluate(kernel: Any, query: Tensor, weight: Tensor) -> Tensor:
-    """K(h, w) of a `Kernel` or a `FeatureKernel`, for vectors that broadcast against each other."""
+    """Evaluate K(h, w) of a `Kernel` or a `FeatureKernel`; the vectors broadcast."""
     if hasattr(kernel, "value"):
         return kernel.value((query * weight).sum(dim=-1))
     return (kernel.feature_map(query) * kernel.feature_map(weight)).sum(dim=-1)
 
 
 def is_polynomial(kernel: Any) -> bool:
-    """Whether ``kernel`` is a `Polynomial` that overrides nothing: the native code has its formulas."""
+    """Return whether ``kernel`` is a `Polynomial` that overrides nothing: the native code has its formulas."""
     own = type(kernel)
     formulas = (Polynomial.value, Polynomial.feature_map)
     return isinstance(kernel, Polynomial) and (own.value, own.feature_map) == formulas

@@ -34,7 +34,7 @@ class Resumable(Head):
         self.register_load_state_dict_post_hook(_after_loading)
 
     def get_extra_state(self) -> Tensor:
-        """Rows whose statistics wait for a refresh, so that a checkpoint resumes exactly; (−1,) for all of them.
+        """Return the rows that wait for a refresh, so that a checkpoint resumes exactly; (−1,) for all rows.
 
         Statistics that are stale and not in the checkpoint are rebuilt in the next step, both here and where the
         checkpoint is loaded, so both continue with the same statistics.

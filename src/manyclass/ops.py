@@ -30,12 +30,12 @@ _NATIVE = _load()
 
 
 def native_available() -> bool:
-    """Whether the native core was built and loaded; without it the PyTorch reference serves."""
+    """Return whether the native core was built and loaded; without it the PyTorch reference serves."""
     return _NATIVE
 
 
 def native_for(*tensors: Tensor) -> bool:
-    """Whether the native kernels serve these tensors: float32 on the CPU."""
+    """Return whether the native kernels serve these tensors: float32 on the CPU."""
     return _NATIVE and all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
 
 
@@ -57,7 +57,7 @@ def alias_draw(
 
 
 def alias_draw_reference(threshold: Tensor, alias: Tensor, start: Tensor, length: Tensor, uniform: Tensor) -> Tensor:
-    """`alias_draw` in plain PyTorch."""
+    """Compute `alias_draw` in plain PyTorch."""
     scaled = uniform * length.unsqueeze(-1)
     column = scaled.long().minimum(length.unsqueeze(-1) - 1)
     cell = start.unsqueeze(-1) + column

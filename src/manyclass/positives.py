@@ -19,7 +19,7 @@ def sampled_loss(
     prediction: str,
     margin: Margin | None,
 ) -> tuple[Tensor, Tensor]:
-    """`fused.sampled_loss` of each target and its output after the margin, both with the shape of ``target``.
+    """Compute `fused.sampled_loss` and the output after the margin of each target, shaped as ``target``.
 
     Gradients of ``weight`` and ``bias`` are dense. Slots that hold a target must be empty.
     """

@@ -84,14 +84,14 @@ class Follower:
         self.touched, self.version, self.behind, self.witness = [], version(weight), 0, None
 
     def unseen(self, weight: Tensor) -> Tensor | None:
-        """Rows that changed since the last update of the sampler; None if a search has seen them already."""
+        """Return the rows that changed since the sampler's last update; None if a search has read them already."""
         if self.searched == version(weight):
             return None
         self.searched = version(weight)
         return self.state(weight.device)
 
     def state(self, device: torch.device) -> Tensor:
-        """Rows that wait, for a checkpoint; (−1,) for all of them."""
+        """Return the rows that wait, for a checkpoint; (−1,) for all of them."""
         if self.touched is None:
             return ALL_ROWS.clone()
         # The layer may have moved since.
@@ -104,10 +104,10 @@ class Follower:
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor changed; 0 if it was made in inference mode, where nobody counts."""
+    """Return how often a tensor changed; 0 for a tensor of inference mode, where torch does not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _unchanged(weight: Tensor, rows: Tensor, values: Tensor) -> bool:
-    """Whether ``rows`` of ``weight`` have these values; not if the layer moved to another device."""
+    """Return whether ``rows`` of ``weight`` have these values; not if the layer moved to another device."""
     return values.device == weight.device and torch.equal(weight[rows], values)

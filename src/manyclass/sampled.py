@@ -164,7 +164,7 @@ class SampledSoftmax(Counters, Resumable):
         observe: bool = False,
         encode: bool = True,
     ) -> Tensor:
-        """Losses of the targets with negatives that are drawn now; ``encode=False`` reads embeddings from the cache."""
+        """Draw negatives and compute the losses of the targets; ``encode=False`` reads embeddings from the cache."""
         examples = self.shard.gather(query, target, context)
         with torch.no_grad():
             seen = examples._replace(query=examples.query.detach())
@@ -181,7 +181,7 @@ class SampledSoftmax(Counters, Resumable):
         return rows, values
 
     def _tracked(self) -> bool:
-        """Whether only rows that get a gradient here can change."""
+        """Return whether only rows that get a gradient here can change."""
         if self.cache is not None and self.bias_embedding is None:
             return True
         return self.sparse and not self.tied and self.shard.sees_all_gradients()
@@ -197,7 +197,7 @@ class SampledSoftmax(Counters, Resumable):
 
     @torch.no_grad()
     def topk(self, input: Tensor, k: int, *, probe: int | None = None) -> tuple[Tensor, Tensor]:
-        """The ``k`` most probable classes, best first: log probabilities and ids, both ``(*batch, k)``.
+        """Return the ``k`` most probable classes, best first: log probabilities and ids, both ``(*batch, k)``.
 
         Scores all classes in chunks, so memory stays bounded. With ``probe`` and the sampler ``"blocks"`` it scores
         only the classes of the ``probe`` blocks that its tree leads to: O(probe · d · log n) per query. Some of the
@@ -236,7 +236,7 @@ class SampledSoftmax(Counters, Resumable):
 
     @torch.inference_mode(False)  # gradients are compared, too
     def _measure(self, examples: int, draws: int) -> Measured:
-        """Sampled against exact losses of some examples of the last batch, with embeddings from the cache, if any."""
+        """Compare sampled and exact losses on some examples of the last batch, with cached embeddings, if any."""
         query, target, context = self.monitor.some(math.ceil(examples / self.shard.ranks))
         generator = torch.Generator(query.device).manual_seed(self.step)  # not that of training
         self.sampler.attach(self.weight, self.bias)

@@ -51,7 +51,7 @@ class Shard:
         return self.last - self.first
 
     def part(self) -> Part:
-        """The range of classes of this shard."""
+        """Return the range of classes of this shard."""
         return Part(self.first, self.last, self.num_classes, self.ranks)
 
     def initialise(self, parameters: Iterable[nn.Parameter], bound: float) -> None:
@@ -83,7 +83,7 @@ class Shard:
         return rows
 
     def sees_all_gradients(self) -> bool:
-        """Whether `mean_rows` sees every row that gets a gradient anywhere."""
+        """Return whether `mean_rows` sees every row that gets a gradient anywhere."""
         return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
     def reduce(self, losses: Tensor, reduction: str) -> Tensor:
@@ -100,7 +100,7 @@ class Shard:
     def full_losses(
         self, query: Tensor, target: Tensor, tables: Tables, prediction: str, margin: Margin | None = None
     ) -> Tensor:
-        """`exact_losses` with all logits in memory at once: faster where they fit."""
+        """Compute `exact_losses` with all logits in memory at once, which is faster if they fit."""
         if margin is not None or target.dim() == 2:
             return self.exact_losses(query, target, tables, prediction, margin)
         logits = functional.output(functional.linear(query, *_flat(tables)), prediction)
