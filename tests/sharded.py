@@ -491,7 +491,7 @@ def check_refused(rank, ranks):
         (lambda: ShardedSampledSoftmax(D, N, embedding=embedding), "tied weights cannot be sharded"),
         (lambda: ShardedSampledSoftmax(D, N, split="odd"), "split must be one of 'even', 'mass', got 'odd'"),
         (lambda: ShardedSampledSoftmax(D, N, "unigram", counts=torch.ones(3)), f"counts must have shape \\({N},\\)"),
-        (lambda: sharded("bigram", 8, **SAMPLERS["bigram"]).sampler.log_total(torch.ones(1, D)), "take split='even'"),
+        (lambda: sharded("bigram", 8, **SAMPLERS["bigram"]).sampler.log_total(torch.ones(1, D)), "use split='even'"),
         (lambda: sharded()(torch.ones(2, D), torch.tensor([0, N])), f"target must be in \\[0, {N}\\)"),
         (lambda: sharded().topk(torch.ones(2, D), N + 1), "k must be at most"),
         (lambda: ShardedSampledSoftmax(D, N, mesh="world"), "mesh must be a DeviceMesh"),

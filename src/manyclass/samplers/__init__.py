@@ -71,7 +71,7 @@ _NAMED: dict[str, type[Sampler]] = {
 
 
 def names() -> tuple[str, ...]:
-    """Return the names that `create` knows."""
+    """Return the names that `create` takes."""
     return tuple(_NAMED)
 
 
@@ -83,7 +83,7 @@ def named(name: str) -> type[Sampler]:
 def options(sampler: str | type[Sampler]) -> dict[str, Any]:
     """Return the options of a sampler, which `create` and `SampledSoftmax` take, and their defaults.
 
-    The default of an option that has to be given is ``inspect.Parameter.empty``.
+    The default of a required option is ``inspect.Parameter.empty``.
     """
     return description.options(named(sampler) if isinstance(sampler, str) else sampler)
 
@@ -96,7 +96,7 @@ def table() -> str:
 def resolve(
     sampler: str | type[Sampler] | Sampler, num_classes: int, in_features: int, part: Part, **options: Any
 ) -> Sampler:
-    """Make the sampler of a layer that holds ``part`` of the classes; or check the one that was made already."""
+    """Create the sampler of a layer that holds ``part`` of the classes, or check a sampler object."""
     if isinstance(sampler, str) or (isinstance(sampler, type) and issubclass(sampler, Sampler)):
         whole = part.shards == 1
         return create(sampler, num_classes, in_features, part=None if whole else part, **options)
@@ -119,9 +119,9 @@ def create(
     part: Part | None = None,
     **options: Any,
 ) -> Sampler:
-    """Make a sampler by its name or of a class of yours, as `SampledSoftmax` does.
+    """Create a sampler by its name, or from a subclass of `Sampler`, as `SampledSoftmax` does.
 
-    A class gets those of ``num_classes``, ``in_features``, ``prediction`` and ``bias`` that its constructor has.
+    The constructor receives ``num_classes``, ``in_features``, ``prediction`` and ``bias`` if it takes them.
 
     Args:
         sampler: one of `names`, or a subclass of `Sampler`. `table` describes those with a name.
@@ -129,7 +129,7 @@ def create(
         in_features: size of the query, d.
         prediction: the distribution of the model, ``"softmax"`` or ``"absolute"``, for samplers that follow it.
         bias: whether the logits have offsets per class.
-        part: the classes to make it for, if not all; the options are those for all of them.
+        part: the classes to sample from; default: all. The options are those for all classes.
         options: all other arguments of the class's constructor; see `samplers.options`.
     """
     kind = named(sampler) if isinstance(sampler, str) else sampler
@@ -150,7 +150,7 @@ def create(
 
 
 def _checked(sampler: Sampler, num_classes: int) -> Sampler:
-    """Return a sampler if it can serve this many classes; an adaptive one learns the number from the weights."""
+    """Return a sampler if it fits this many classes; an adaptive one takes the number from the weights."""
     name, made_for = type(sampler).__name__, num_classes if sampler.adaptive else getattr(sampler, "num_classes", None)
     if made_for != num_classes:
         raise ValueError(f"sampler {name} must have num_classes = {num_classes}, as the layer has, got {made_for}")

@@ -16,17 +16,17 @@ class Sampler(Described, nn.Module):
     """A distribution q over classes, which may depend on the query, and draws from it.
 
     A subclass implements `_draw` and `_log_prob` on flat batches of checked arguments, and `update` if it follows the
-    class weights. All that it learns lives in buffers, so ``state_dict``, ``.to()`` and pickling work. It must report
-    the probability of the distribution that it really drew from: a sampler may be stale or rough, never wrong.
+    class weights. Its statistics are buffers, so ``state_dict``, ``.to()`` and pickling work. It must report the
+    probability of the distribution that it drew from. Statistics may be stale or rough, but this probability is exact.
     """
 
     #: Whether q follows the class weights, so that the layer has to call `update`.
     adaptive = False
     #: Whether `update` with ``rows`` costs less than with all.
     incremental = False
-    #: Whether `update` sweeps over all classes in time and so finds untracked changes without a rebuild.
+    #: Whether `update` sweeps over all classes in turn, and so detects untracked changes without a rebuild.
     sweeps = False
-    #: Whether all statistics follow from the class weights, so that checkpoints leave them out.
+    #: Whether all statistics can be rebuilt from the class weights, so that checkpoints leave them out.
     derived = False
     #: Own negatives of each example, besides the pool.
     own = 0
@@ -55,14 +55,14 @@ class Sampler(Described, nn.Module):
 
         Args:
             query: the model's last hidden layer.
-            num_samples: number of sampled negatives that every example is compared with, m: drawn for each example, or
-                drawn once and shared by the batch if the sampler's scope is ``"batch"``. The ``own`` negatives of
-                ``"blocks"`` come on top.
-            exclude: one class per example that must not be drawn, the positive. Draws of an example come from q
-                restricted to the other classes and renormalised. A pool comes from q itself, and the slots that hold
-                an example's positive are empty for it; −1 excludes none.
-            context: what the next class is conditioned on, for the samplers that need it (``"bigram"``).
-            generator: source of the random numbers; the same state gives the same draw.
+            num_samples: m, the number of sampled negatives that every example is compared with. The scope of the
+                sampler decides whether they are drawn per example, or once and shared by the batch. ``"blocks"`` adds
+                its ``own`` negatives.
+            exclude: one class per example that must not be drawn, the positive, or −1 for none. Own draws come from q
+                restricted to the other classes and renormalised. A pool comes from q itself, and each example masks
+                the slots that hold its positive.
+            context: the class to condition on, for samplers that need it (``"bigram"``).
+            generator: source of the random numbers. The same state gives the same draw.
         """
         checks.positive_int("num_samples", num_samples, maximum=checks.MAX_CLASSES)
         flat, exclude, context = self._flatten(query, exclude, context)
@@ -102,7 +102,7 @@ class Sampler(Described, nn.Module):
 
     def log_total(self, query: Tensor) -> Tensor:  # shape: (batch, in_features)
         """Return the log of the unnormalised mass of all classes, ``(batch,)``, to weigh shards against each other."""
-        raise ValueError(f"{type(self).__name__} does not know the mass of a shard: take split='even'")
+        raise ValueError(f"{type(self).__name__} cannot tell the mass of a shard: use split='even'")
 
     def update(
         self,
@@ -111,7 +111,7 @@ class Sampler(Described, nn.Module):
         *,
         bias: Tensor | None = None,  # shape: (num_classes,)
     ) -> None:
-        """Follow the class weights after they changed, everywhere or only in ``rows``. Fixed samplers ignore it."""
+        """Refresh the statistics after all class weights changed, or only ``rows``. Fixed samplers ignore it."""
 
     def attach(self, weight: Tensor, bias: Tensor | None, rows: Tensor | None = None) -> None:
         """Read these class weights from now on, if the sampler does; ``rows (k,)`` changed since the last update."""
@@ -131,13 +131,13 @@ class Sampler(Described, nn.Module):
         return 0.0
 
     def begin(self, target: Tensor) -> None:  # shape: (targets,)
-        """Take note of the targets of a training step before it draws. Samplers that do not need them ignore it."""
+        """Receive the targets of a training step before it draws. Samplers that do not need them ignore it."""
 
     def observe(self, query: Tensor) -> None:  # shape: (batch, in_features)
-        """Learn from the queries of a finished training step. Samplers that do not learn from queries ignore it."""
+        """Receive the queries of a finished training step. Samplers that do not need them ignore it."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Sampler":
-        """Move statistics to other devices, but leave their values and precision: `to_empty` would lose counts."""
+        """Move statistics to other devices, but keep their values and precision: `to_empty` would lose counts."""
 
         def moved(buffer: Tensor) -> Tensor:
             new = fn(buffer)
@@ -205,12 +205,12 @@ class Sampler(Described, nn.Module):
 
 
 class Incremental(Sampler):
-    """A sampler that keeps sums or summaries of sets of classes, and follows the class weights row by row.
+    """A sampler that keeps sums or summaries of sets of classes, and refreshes them row by row.
 
     Args:
         num_classes: n.
         in_features: size of the query, d.
-        bias: whether class weights come with offsets: a further column, where the query has a one.
+        bias: whether class weights have offsets, stored as a further column that is multiplied by 1.
     """
 
     adaptive = True

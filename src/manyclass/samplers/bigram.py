@@ -93,7 +93,7 @@ class Bigram(Sampler):
         first, share, rest = uniform[..., 0], share.unsqueeze(-1), rest.unsqueeze(-1)
         # The first uniform number picks the part of the mixture and, stretched to [0, 1), draws from it.
         ids = self.unigram.table.draw(torch.zeros_like(row), _unit((first - share) / rest))
-        # An empty row, whose share is 0, has no cell to draw; any other row stands for it.
+        # An empty row, whose share is 0, has no cell to draw from, so another row replaces it.
         row = torch.where(self.table.total(row) > 0, row, self.keys[0] // self.num_classes)
         number = _unit(first / share.clamp(min=SMALLEST))
 
@@ -117,7 +117,7 @@ class Bigram(Sampler):
         mass = uniform * (table_rest + unigram_rest)
         ids = self.unigram.table.draw_without(torch.zeros_like(row), exclude, _unit((mass - table_rest) / unigram_rest))
         cells = self.table.draw_without(row, skip, _unit(mass / table_rest.clamp(min=SMALLEST)))
-        cells = cells.clamp(max=len(self.keys) - 1)  # of a row with nothing left, which is not drawn from
+        cells = cells.clamp(max=len(self.keys) - 1)  # for an empty remainder, which is never drawn from
         return torch.where(mass < table_rest, self.keys[cells] % self.num_classes, ids)
 
     def _log_prob(self, query, ids, exclude, context):

@@ -1,4 +1,4 @@
-"""Vectors into blocks of equal size whose members lie close together."""
+"""Divide vectors into blocks of equal size whose members are close together."""
 
 import math
 
@@ -18,7 +18,7 @@ def bisect(
 ) -> Tensor:
     """Order rows so that positions ``borders[j] … borders[j + 1] − 1`` hold the members of block j, shape ``(n,)``.
 
-    All rows are halved across the direction that parts them best, then each half, ``levels`` times.
+    All rows are halved across the direction that separates them best, then each half, ``levels`` times.
     O(n·columns·levels).
     """
     if ops.native_for(rows):
@@ -53,7 +53,7 @@ def direction(
     members: Tensor,  # shape: (*segments, size, columns)
     inside: Tensor,  # shape: (*segments, size): which members exist
 ) -> Tensor:
-    """Return the unit vectors across which sets of vectors part best, shape ``(*segments, columns)``.
+    """Return the unit vectors that separate the halves of sets of vectors best, shape ``(*segments, columns)``.
 
     The principal direction by power iteration, then some steps of 2-means with halves of equal size.
     """

@@ -1,4 +1,4 @@
-"""Own and shared negatives: each example draws from the blocks that matter for it, and a pool covers the rest."""
+"""Own and shared negatives: each example draws from its best blocks, and a pool covers all other classes."""
 
 import math
 from typing import Any
@@ -18,36 +18,37 @@ from .pool import pool_draw
 from .recent import NEW, Recent
 from .search import Index, best_classes, own_draw
 
-# A new tree is begun after so many updates, and each later one when a quarter more have passed: embeddings move most at
-# the start.
+# The first new tree begins after this many updates. Each later one begins when the updates have grown by a quarter,
+# since embeddings move most at the start.
 REBUILD = 10
-# It shall be complete after a quarter more, too, but grows by no more slices at each update than so many, and by one if
-# there are many.
+# A tree aims to be complete when the updates have grown by another quarter. It grows by at most FASTEST slices per
+# update, and by one if there are more than MANY_SLICES.
 FASTEST = 8
 MANY_SLICES = 512
 
 
 class Blocks(Counters, Incremental):
-    """Negatives of each example from the blocks that hold most of its mass, and a shared pool for all other classes.
+    """Own negatives for each example from its best blocks, and a shared pool for all other classes.
 
-    Classes lie in blocks of neighbours, the leaves of a tree. Each example walks down the tree to its ``probe``
-    best blocks, along half as many nodes of every level above, and scores their classes. Of these it draws ``own``, by
-    systematic sampling with probabilities min(1, c·exp(o)): the largest are certain. All other classes are covered by
-    one pool of ``num_samples`` classes for the whole batch, drawn systematically in the order of the blocks, by shares
-    that follow recent queries. What an example draws for itself is hidden from it in the pool, so every class has one
-    exact expected count. Summaries, shares and the tree may be stale: the counts are those that were drawn from.
+    A tree sorts the classes into blocks of neighbours, its leaves. Each example searches the tree for its ``probe``
+    best blocks with a beam of half that width, and scores the classes in them. From these classes it draws ``own``
+    negatives by systematic sampling with probabilities min(1, c·exp(o)), so the largest are certain. One pool of
+    ``num_samples`` classes per batch covers all other classes. The pool is a systematic draw in the order of the
+    blocks. Its shares follow recent queries. Each example masks its own negatives out of the pool, so every class has
+    one exact expected count. Summaries, shares and the tree may be stale, since the reported counts are those of the
+    actual draw.
 
     Args:
         num_classes: n.
         in_features: size of the query, d.
-        own: negatives that each example draws for itself.
-        probe: blocks that each example visits.
+        own: number of own negatives of each example.
+        probe: number of blocks that each example visits.
         block_size: classes in a block, rounded so that the number of blocks is a power of two.
         prediction: whether blocks follow exp(o) or exp(|o|).
-        bias: whether class weights come with offsets, as a further column.
+        bias: whether class weights have offsets, stored as a further column.
 
-    A draw costs O(probe · (block_size + 4·log n) · d) per example and O(num_samples · log n) per batch. The sampler
-    takes about d · (1 + 2.3 / block_size) + 30 bytes per class: codes, the tree, and the one that grows beside it.
+    A draw costs O(probe · (block_size + 4·log n) · d) per example and O(num_samples · log n) per batch. Codes, the
+    tree and its successor take about d · (1 + 2.3 / block_size) + 30 bytes per class.
     """
 
     q = "own negatives ∝ exp(o) from the best blocks, and a shared pool"
@@ -85,16 +86,16 @@ class Blocks(Counters, Incremental):
 
     @classmethod
     def restrict(cls, options: dict[str, Any], part: Part) -> tuple[type[Sampler], dict[str, Any]]:
-        """Share out what each example draws and visits."""
+        """Divide ``own`` and ``probe`` between the parts."""
         totals = {name: value for name, value in {**declared(cls), **options}.items() if name in ("own", "probe")}
         shared = {name: math.ceil(checks.positive_int(name, total) / part.shards) for name, total in totals.items()}
         return cls, {**options, **shared}
 
     def update(self, weight: Tensor, rows: Tensor | None = None, *, bias: Tensor | None = None) -> None:
-        """Follow the class weights: some of the blocks of ``rows`` and of those before; or make a new tree of all.
+        """Refresh some blocks of changed ``rows``; without ``rows``, build a new tree at once.
 
-        The sampler reads the weights when it draws, so it keeps a reference to them. A new tree grows beside the one in
-        use, a slice at each update, and replaces it when it is complete.
+        The sampler reads the weights when it draws, so it keeps a reference to them. Each update adds a slice to a new
+        tree, which replaces the present one when it is complete.
         """
         self._check_weight(weight, bias, self.recent.query)
         rows = None if rows is None else self._check_rows(rows)
@@ -131,7 +132,7 @@ class Blocks(Counters, Incremental):
             self._swap()
 
     def _swap(self) -> None:
-        """Take the new tree into use; nothing waits for a refresh in it."""
+        """Replace the tree by the new one, in which no block is due for a refresh."""
         self.partition, self.growing = self.growing, self.partition
         self.growing.grown = 0
         self.rebuild_at = max(REBUILD, self.updates + self.updates // 4)
@@ -214,7 +215,7 @@ class Blocks(Counters, Incremental):
         return self.search(query, 1, self.probe).log_total.to(query.dtype)
 
     def log_prob(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Raise: a class comes with an example's own draw or with the pool, and a draw tells with which count."""
+        """Raise: a class is drawn as an own negative or with the pool, and only a `Draw` has its count."""
         raise ValueError("Blocks has no single distribution; see the log_count of a Draw")
 
     def staleness(self) -> float:
@@ -222,7 +223,7 @@ class Blocks(Counters, Incremental):
         return float((self.updates - self.partition.refreshed).double().mean())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the class weights, which belong to somebody else."""
+        """Leave out the class weights, which belong to the layer."""
         return {**super().__getstate__(), "_tables": None}  # pyright: ignore
 
     def extra_repr(self) -> str:

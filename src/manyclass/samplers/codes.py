@@ -1,4 +1,4 @@
-"""Vectors in 8 bits per number: a search reads a quarter of the memory, and needs no more precision."""
+"""Vectors in 8 bits per number. A search reads a quarter of the memory, and this precision suffices for it."""
 
 import math
 
@@ -16,7 +16,7 @@ TINY = 1e-30
 
 
 class Codes(nn.Module):
-    """Vectors as int8 codes, each with a scale of its own: value = code · scale.
+    """Vectors as int8 codes with one scale per vector: value = code · scale.
 
     A vector that is not finite has the scale NaN.
 

@@ -7,8 +7,8 @@ from torch import Tensor
 from .. import checks, functional, kernels
 from .base import Sampler
 
-# Classes that are scored at once in a draw, over all its examples: what a core's cache holds. Larger parts take up to
-# three times as long, most of it for fresh memory.
+# Logits that a draw computes at a time, over all its examples: as many as a core's cache holds. Larger chunks take up
+# to three times as long, mostly to allocate memory.
 CACHED = 1 << 18
 
 
@@ -51,7 +51,7 @@ class Dense(Sampler):
         for name, new in pairs:
             old = getattr(self, name)
             fits = old.shape == new.shape and old.dtype == dtype and old.device == new.device
-            # What inference mode made can change nowhere else.
+            # A tensor made in inference mode cannot be changed outside of it.
             if not fits or (old.is_inference() and not torch.is_inference_mode_enabled()):
                 setattr(self, name, new.to(dtype, copy=True))
             elif rows is None:

@@ -1,4 +1,4 @@
-"""How a sampler class describes itself. The table of samplers, the command line's help and errors are made from it."""
+"""How a sampler class describes itself, for the table of samplers, the command line's help and errors."""
 
 import inspect
 from collections.abc import Iterable, Mapping
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from .base import Sampler
 
 SCOPES = ("example", "batch")
-#: What a layer passes to the constructors that take it. All other arguments of a constructor are the sampler's options.
+#: Arguments that a layer passes to every constructor that takes them. All others are the sampler's options.
 PASSED = ("num_classes", "in_features", "prediction", "bias")
-#: The default of an option that has to be given.
+#: The default of a required option.
 REQUIRED = inspect.Parameter.empty
 
 
 class Described:
-    """What a sampler class says about itself; `options` reads the rest from its constructor."""
+    """How a sampler class describes itself; `options` reads its options from the constructor."""
 
     #: Probability of a class, one line for the table of samplers.
     q: ClassVar[str] = ""
@@ -25,7 +25,7 @@ class Described:
     cost: ClassVar[str] = ""
     #: When to use it, for the table.
     use: ClassVar[str] = ""
-    #: Whether every example has negatives of its own, ``"example"``, or the batch shares a pool, ``"batch"``.
+    #: ``"example"`` if every example has its own negatives, ``"batch"`` if the batch shares a pool.
     scope = "example"
     #: Whether `draw` and `log_prob` need ``context``.
     needs_context = False

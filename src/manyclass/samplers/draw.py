@@ -11,8 +11,8 @@ from torch import Tensor
 class Draw(NamedTuple):
     """Negatives of a batch of examples: own negatives of each example, and a pool that all share.
 
-    Either part may be empty. A class enters an example's sample by one part only: where the example's own part
-    accounts for a class, the slots of the pool that hold it are in ``hidden``.
+    Either part may be empty. A class enters an example's sample by one part only. If the example's own part accounts
+    for a class, ``hidden`` lists the slots of the pool that hold it.
     """
 
     #: Negatives of each example alone, shape ``(*batch, k)``, int64.
@@ -73,12 +73,12 @@ def as_hidden(mask: Tensor) -> Tensor:
 
 
 def either_hidden(first: Tensor, second: Tensor) -> Tensor:
-    """Hide the slots of both, as in `Draw.hidden`."""
+    """Unite two sets of hidden slots, as in `Draw.hidden`."""
     return first | second if first.dtype == torch.bool else torch.cat([first, second], dim=1)
 
 
 def without(draw: Draw, labels: Tensor) -> Draw:
-    """Empty all slots that hold one of an example's ``labels (batch, k)``, padded with −1."""
+    """Mask all slots that hold one of an example's ``labels (batch, k)``, padded with −1."""
     mine = (draw.ids.unsqueeze(-1) == labels.unsqueeze(-2)).any(dim=-1)
     hidden = draw.hidden
     for column in labels.unbind(dim=-1):
@@ -103,7 +103,7 @@ class Best(NamedTuple):
     ids: Tensor  # shape: (batch, k)
     #: Log-partition: exact for the visited classes, estimated for the others.
     log_total: Tensor  # shape: (batch,)
-    #: Log of the mass of the least block that was visited.
+    #: Log-mass of the lightest block that was visited.
     cutoff: Tensor  # shape: (batch,)
 
 
@@ -114,7 +114,7 @@ def redrawn(
 ) -> Tensor:
     """Replace the ``ids`` that are a ``hit`` by ``draw(example, slot)``, which has the shape of ``example``.
 
-    Only hits are drawn again on the CPU. Elsewhere all are: to find the hits, the host would have to wait.
+    On the CPU only hits are drawn again. On other devices all slots are, since the host would wait to find the hits.
     """
     if hit.device.type == "cpu":
         example, slot = hit.nonzero(as_tuple=True)

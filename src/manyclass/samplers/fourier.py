@@ -15,7 +15,7 @@ class FourierKernel:
     """K(h, w) = (1/D)·Σ_i cos(√ν·⟨ω_i, ĥ − ŵ⟩) + floor, with ĥ = h/‖h‖, ŵ = w/‖w‖ and random ω_i.
 
     The mean of the cosines over ω is exp(−ν·‖ĥ − ŵ‖²/2) ∝ exp(ν·⟨ĥ, ŵ⟩). One choice of ω may make it negative by
-    about 1/√D; ``floor`` ≥ 1 excludes that.
+    about 1/√D, which ``floor`` ≥ 1 prevents.
 
     Args:
         columns: of the vectors.
@@ -50,9 +50,9 @@ class FourierKernel:
 class FourierTree(KernelTree):
     """`KernelTree` with random Fourier features of normalised vectors, and a floor.
 
-    q follows exp(ν·⟨ĥ, ŵ⟩), so it suits normalised class embeddings. Features can be negative: a node whose sum is
-    negative gets the least share of its siblings, and what is reported is the probability of the path, so q is exact.
-    There is no native kernel: masses of all nodes are computed for each example, O(n·D/leaf_size).
+    q follows exp(ν·⟨ĥ, ŵ⟩), so it suits normalised class embeddings. Features can be negative: a node with a negative
+    sum gets a small minimum share. The reported q is the probability of the path, so it is exact.
+    There is no native kernel: each example computes the masses of all nodes, O(n·D/leaf_size).
 
     After Rawat, Chen, Yu, Suresh and Kumar, Sampled softmax with random Fourier features (NeurIPS 2019). The method is
     the subject of US patent 12205005; no default uses it.
@@ -64,7 +64,7 @@ class FourierTree(KernelTree):
         nu: ν, the sharpness of the kernel.
         floor: share of the uniform distribution, relative to a class in the direction of the query.
         seed: of the features.
-        bias: whether class weights come with offsets, as a further column.
+        bias: whether class weights have offsets, stored as a further column.
     """
 
     q = "exp(nu·cos(h, w)) by random Fourier features, and a floor"

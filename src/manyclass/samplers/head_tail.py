@@ -16,15 +16,15 @@ from .draw import Best, Draw, Part
 class HeadTail(Incremental):
     """The best classes of each example for certain, and uniform draws from all others.
 
-    Z = Σ_head exp(o) + Σ_rest exp(o): an index finds the head, and ``num_samples`` uniform draws estimate the rest with
-    the weight (n − head)/num_samples each. The index may miss a class of the true head; then the tail covers it, so
-    counts are exact for any index. Here the index is the tree of `Blocks`.
+    Z = Σ_head exp(o) + Σ_tail exp(o). An index finds the head. ``num_samples`` uniform draws estimate the tail, each
+    with the weight (n − head)/num_samples. If the index misses a class of the true head, the tail covers it. So counts
+    are exact for any index. Here the index is the tree of `Blocks`.
 
     Mussmann, Levy and Ermon, Fast amortized inference and learning in log-linear models with randomly perturbed nearest
     neighbor search (UAI 2017), after Mussmann and Ermon, Learning and inference via maximum inner product search (ICML
-    2016). This is their estimate for learning. For inference they add Gumbel noise to the head, and lazily to the tail:
-    the largest sum is an exact draw from the softmax. That needs the exact head, as a class that the index misses would
-    be drawn too rarely by an unknown factor. And such draws have q = p, whose counts need the partition function.
+    2016). This is their estimate for learning. For inference they add Gumbel noise to the head, and lazily to the tail.
+    The largest sum is then an exact draw from the softmax. That needs the exact head: a class that the index misses
+    would be drawn too rarely, by an unknown factor. Such draws have q = p, whose counts need the partition function.
 
     Args:
         num_classes: n.
@@ -32,7 +32,7 @@ class HeadTail(Incremental):
         head: classes that the index finds.
         probe: blocks that the search visits.
         prediction: whether the head is by o or by |o|.
-        bias: whether class weights come with offsets, as a further column.
+        bias: whether class weights have offsets, stored as a further column.
     """
 
     q = "the best classes for certain, all others uniformly"
@@ -57,7 +57,7 @@ class HeadTail(Incremental):
 
     @classmethod
     def restrict(cls, options: dict[str, Any], part: Part) -> tuple[type[Sampler], dict[str, Any]]:
-        """Share out the head and the blocks that a search visits."""
+        """Divide ``head`` and ``probe`` between the parts."""
         totals = {name: value for name, value in {**declared(cls), **options}.items() if name in ("head", "probe")}
         shared = {name: math.ceil(checks.positive_int(name, total) / part.shards) for name, total in totals.items()}
         return cls, {**options, **shared}
@@ -102,7 +102,7 @@ class HeadTail(Incremental):
         log_count = torch.zeros_like(head, dtype=dtype)
         if exclude is not None:
             log_count = log_count.masked_fill(head == exclude.unsqueeze(-1), math.inf)
-        # Without a rest its slots are empty: ln(m/0).
+        # If no class is left for the tail, its slots are empty: ln(m/0).
         of_tail = (num_samples / rest.double()).log().to(dtype).expand(tail.shape)
         ids, log_count = torch.cat([head, tail], dim=-1), torch.cat([log_count, of_tail], dim=-1)
         slots = (*query.shape[:-1], ids.shape[-1])
@@ -120,7 +120,7 @@ class HeadTail(Incremental):
 def uniform_rest(head: Tensor, exclude: Tensor | None, uniform: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
     """Draw uniformly from the classes that are neither in ``head (batch, k)`` nor ``exclude (batch,)``.
 
-    Returns ids of the shape of ``uniform (batch, m)``, and how many classes there are to draw from, ``(batch, 1)``.
+    Returns ids of the shape of ``uniform (batch, m)``, and the number of classes to draw from, ``(batch, 1)``.
     """
     known = head
     if exclude is not None:
@@ -128,7 +128,7 @@ def uniform_rest(head: Tensor, exclude: Tensor | None, uniform: Tensor, num_clas
         known = torch.cat([head, torch.where(inside, 2 * num_classes, exclude).unsqueeze(-1)], dim=-1)
     known = known.sort(dim=-1).values
     rest = num_classes - (known < num_classes).sum(dim=-1, keepdim=True)
-    # Known classes are gaps: the j-th gap, in order, lies before all ids whose rank among the others is ≥ gap − j.
+    # Excluded classes are gaps: the j-th gap, in order, precedes all ids whose rank among the others is ≥ gap − j.
     rank = (uniform * rest).long().minimum(rest - 1).clamp(min=0)
     gaps = known - torch.arange(known.shape[-1], device=known.device)
     ids = rank + torch.searchsorted(gaps.contiguous(), rank, right=True)

@@ -1,4 +1,4 @@
-"""The targets of the batch as negatives for each other, with uniform ones beside them: what two-tower models use."""
+"""In-batch negatives: the targets of a batch are negatives for each other, with optional uniform classes."""
 
 import math
 from typing import Any
@@ -19,9 +19,9 @@ RATE = 0.05
 class StreamingFrequency(Counters):
     """Estimate how often classes occur in a stream of batches, also while that changes (Yi et al., 2019).
 
-    For each class it keeps two running means over the batches that the class occurred in: the number of examples since
-    the batch before, and the number of its occurrences. Their ratio is the frequency. Each class has its own place,
-    where the paper has a hash table.
+    Each class has two running means over the batches that it occurs in: the number of examples since the last such
+    batch, and the number of its occurrences. Their ratio is the frequency. The paper keeps them in a hash table, this
+    class in arrays.
 
     Args:
         num_classes: n.
@@ -62,12 +62,11 @@ class StreamingFrequency(Counters):
 class InBatch(Sampler):
     """The targets of the batch are the pool, and ``uniform`` random classes join it.
 
-    If targets are drawn independently from q, class i enters the sample of an example ``(b − 1)·q_i`` times on average,
-    where b is the number of targets in the batch: all but its own can be negatives. With ``uniform`` classes it enters
-    ``uniform/n`` times more. This is the reported count: the logQ correction of Yi et al. (2019), and for ``uniform``
-    the mixed negative sampling of Yang et al. (2020). It is right if targets are independent and q is their
-    distribution. For an example with several targets it is a little too large. A class that is never a target is never
-    a negative unless there are ``uniform`` ones.
+    Let b be the number of targets in the batch, drawn independently from q. All but an example's own target can be its
+    negatives, so class i enters its sample ``(b − 1)·q_i`` times on average, plus ``uniform/n``. This is the reported
+    count: the logQ correction of Yi et al. (2019), and with ``uniform`` the mixed negative sampling of Yang et al.
+    (2020). It is exact if targets are independent and q is their distribution, and slightly too large for an example
+    with several targets. A class that is never a target is never a negative unless ``uniform`` is positive.
 
     Args:
         num_classes: n.
@@ -75,7 +74,7 @@ class InBatch(Sampler):
             with the count 0 that occur, the smallest other count is used. Default: q is estimated from the batches.
         uniform: number of random classes in the pool beside the targets.
 
-    ``num_samples`` is the largest number of targets in the pool: of a larger batch it takes a random part.
+    ``num_samples`` is the largest number of targets in the pool. A larger batch contributes a random subset.
     """
 
     q = "frequency of the class as a target"
@@ -138,8 +137,8 @@ class InBatch(Sampler):
         return self.frequency[classes] if self.stream is None else self.stream.probability(classes)
 
     def log_prob(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Raise: which classes are drawn depends on the batch."""
-        raise ValueError("InBatch draws no classes of its own; see the log_count of a Draw")
+        """Raise: the classes that are drawn depend on the batch."""
+        raise ValueError("InBatch has no single distribution; see the log_count of a Draw")
 
     def numbers(self, num_samples: int) -> tuple[int, int]:
         """Return no own negatives, and the targets of the last batch plus the uniform classes as the pool."""

@@ -1,9 +1,10 @@
-"""Which blocks are due for a refresh."""
+"""The queue of blocks that are due for a refresh."""
 
 import torch
 from torch import Tensor, nn
 
-# Blocks that an update summarises, and the part of them that a sweep takes. The others are touched ones, if any are.
+# Blocks that an update refreshes, and how many of them the sweep chooses. The others are touched blocks, if there are
+# any.
 REFRESH = 512
 SWEEP = 8
 # Blocks among which an update looks for touched ones.
@@ -11,9 +12,9 @@ WINDOW = 8192
 
 
 class Line(nn.Module):
-    """Touched blocks are refreshed in turn, and a sweep goes round all blocks, since rows may change unseen.
+    """Queue of touched blocks, and a sweep over all blocks, since rows may change without being reported.
 
-    Nothing here depends on values, so a GPU need not wait.
+    No shape depends on a value, so the host does not wait for a device.
 
     Args:
         blocks: how many there are, a power of two.
@@ -31,11 +32,11 @@ class Line(nn.Module):
         self.register_buffer("swept", torch.zeros((), dtype=torch.long))
 
     def clear(self) -> None:
-        """Forget all blocks: they were all refreshed."""
+        """Clear the queue, since all blocks were refreshed."""
         self.touched.zero_()
 
     def join(self, blocks: Tensor) -> None:
-        """Mark ``blocks`` as touched; −1, the block of outliers, marks the last one, which does no harm."""
+        """Mark ``blocks`` as touched. −1, the block of outliers, marks the last block, which is harmless."""
         self.touched[blocks] = True
 
     def due(self) -> Tensor:

@@ -12,9 +12,9 @@ class SimHash(Snapshot):
 
     The hash of a vector is the sign of its products with ``bits`` random vectors, so two vectors share a bucket with
     probability (1 − angle/π)^bits over the choice of the hyperplanes. A draw chooses a table and then a class of the
-    query's bucket. Given the tables, q is exact, which is what is reported: it needs no estimate of the probability of
-    a collision. The share of a table whose bucket is empty is uniform, as is ε: a class that no bucket holds keeps a
-    large weight, so the estimate is unbiased, but varies much. O(L·bits·d) per example, O(L) per class.
+    query's bucket. The reported q is exact given the tables, so no collision probability is estimated. A table whose
+    bucket is empty draws uniformly. Classes outside of all buckets have only the share ε/n and so a large weight: the
+    estimate is unbiased, but its variance is large. O(L·bits·d) per example, O(L) per class.
 
     Charikar (STOC 2002) has the hash; Vijayanarasimhan et al. (ICLR 2015 workshop), Spring and Shrivastava (2017) and
     Chen et al., SLIDE (MLSys 2020) sample a softmax by hash tables. SLIDE takes whole buckets and corrects nothing.
@@ -27,7 +27,7 @@ class SimHash(Snapshot):
         uniform: ε, in (0, 1].
         every: updates between rebuilds of the tables, which cost O(n·L·bits·d).
         seed: of the hyperplanes.
-        bias: whether class weights come with offsets, as a further column.
+        bias: whether class weights have offsets, stored as a further column.
     """
 
     q = "classes in the query's hash buckets, mixed with uniform"
@@ -62,7 +62,8 @@ class SimHash(Snapshot):
         generator = torch.Generator().manual_seed(checks.integer("seed", seed, 0))
         planes = torch.randn(self.columns, tables * bits, generator=generator)
         self.register_buffer("planes", planes, persistent=False)
-        # The bucket of each class in each table; classes in the order of buckets, and their places; sizes of buckets.
+        # Per table: the bucket of each class, the classes sorted by bucket, their positions there, and the bucket
+        # sizes.
         sizes = {"codes": (num_classes, tables), "ordered": (tables, num_classes), "place": (tables, num_classes)}
         for name, shape in {**sizes, "size": (tables, 1 << bits)}.items():
             self.register_buffer(name, torch.zeros(shape, dtype=torch.long), persistent=False)

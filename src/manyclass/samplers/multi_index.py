@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import checks, functional
 from .snapshot import Snapshot
 
-# Steps of k-means of a rebuild, and the most rows that it learns from.
+# Steps of k-means per rebuild, and the largest number of rows that it reads.
 ITERATIONS = 10
 LEARNED = 1 << 16
 
@@ -17,7 +17,7 @@ LEARNED = 1 << 16
 class MultiIndex(Snapshot):
     """q_i ∝ exp(⟨h, ŵ_i⟩), where ŵ_i is the class vector after product quantisation with two codebooks.
 
-    Halves of the vectors are quantised apart, each by ``codewords`` means, so a class lies in one of codewords² cells.
+    Each half of the vectors is quantised separately by ``codewords`` means, so a class is in one of codewords² cells.
     A cell has the mass |cell|·exp(⟨h₁, c₁⟩ + ⟨h₂, c₂⟩). A draw chooses a cell by its mass, then a class of the cell
     uniformly: the product is q_i exactly. Codebooks are learned by k-means in every rebuild.
 
@@ -29,7 +29,7 @@ class MultiIndex(Snapshot):
         in_features: size of the query, d.
         codewords: K of each half.
         every: updates between rebuilds, which cost O(n·K·d).
-        bias: whether class weights come with offsets, as a further column.
+        bias: whether class weights have offsets, stored as a further column.
 
     A draw costs O(K·d + K²) per example and O(log K) per class.
     """
@@ -52,7 +52,7 @@ class MultiIndex(Snapshot):
         self.codewords = checks.positive_int("codewords", codewords, maximum=1 << 11)
         half, cells = math.ceil(self.columns / 2), self.codewords**2
         self.register_buffer("codebooks", torch.zeros(2, codewords, half), persistent=False)
-        # The cell of each class; the classes in the order of cells; the place of each class there; the sizes of cells.
+        # The cell of each class, the classes sorted by cell, the position of each class there, and the cell sizes.
         for name, length in {"cell": num_classes, "ordered": num_classes, "place": num_classes, "size": cells}.items():
             self.register_buffer(name, torch.zeros(length, dtype=torch.long), persistent=False)
 

@@ -1,4 +1,4 @@
-"""A mixture of n-grams and of what the model recently preferred, which follows the model while it trains."""
+"""A mixture of n-grams and of the model's recent predictions, which follows the model while it trains."""
 
 import math
 from typing import Any
@@ -13,11 +13,11 @@ from .draw import Draw
 
 # Shares of the unigram, the bigram and the recent classes before anything is learned.
 MIXTURE = (0.2, 0.6, 0.2)
-# No part has less, so that a part can come back and every class stays possible.
+# Smallest share of a part, so that a part can grow again and every class stays possible.
 SMALLEST_SHARE = 0.02
 # How far a step moves the shares towards what its examples ask for.
 RATE = 0.02
-# Examples of a step that it learns from.
+# Number of examples per step that update the mixture.
 OBSERVED = 64
 # Steps of this size visit [0, 1) evenly: the golden ratio.
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -26,11 +26,11 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 class AdaptiveNgram(Counters, Bigram):
     """q(i | c) = λ₁·unigram(i) + λ₂·bigram(i | c) + λ₃·recent(i): n-grams whose shares λ follow the model.
 
-    ``recent`` is the distribution of ``memory`` classes that stand for the model's predictions in the last steps: of
-    each step's negatives some are kept, chosen by their corrected weights exp(o)/q (sampling importance resampling).
-    The same weights estimate for which part of the mixture the model's mass speaks, and λ follows by steps of
-    expectation maximisation for the cross entropy of q relative to p. q is exact at any time, whatever was learned.
-    O(log memory) per draw. Contexts that were never seen have no bigram, and its share goes to the unigram.
+    ``recent`` is the distribution of ``memory`` classes that represent the model's recent predictions. Each step keeps
+    some of its negatives, chosen by their corrected weights exp(o)/q (sampling importance resampling). The same weights
+    estimate how much of the model's mass each part of the mixture explains. λ follows by steps of expectation
+    maximisation for the cross entropy of q relative to p. The reported q is exact at any time. O(log memory) per draw.
+    A context that was never seen has no bigram, so the unigram takes its share.
 
     After Bengio and Senécal, Adaptive importance sampling to accelerate training of a neural probabilistic language
     model (IEEE Transactions on Neural Networks, 2008). They adapt counts of n-grams; here the recent classes adapt.
@@ -38,7 +38,7 @@ class AdaptiveNgram(Counters, Bigram):
     Args:
         pairs: as in `Bigram`.
         num_classes: default: the largest class in ``pairs`` plus one.
-        memory: classes that ``recent`` remembers.
+        memory: number of classes in ``recent``.
         prediction: whether the model's mass is exp(o) or exp(|o|).
     """
 
@@ -105,7 +105,7 @@ class AdaptiveNgram(Counters, Bigram):
         self._remember(ids.flatten(), importance.flatten())
 
     def _remember(self, ids: Tensor, importance: Tensor) -> None:
-        """Let classes, systematically by importance, replace the oldest ones: as many as there are examples."""
+        """Replace the oldest recent classes by a systematic draw by importance, one class per example."""
         ends = importance.cumsum(dim=0)
         number = min(OBSERVED, self.memory)
         point = torch.arange(number, device=ids.device) + self.observed * GOLDEN % 1
@@ -169,7 +169,7 @@ class AdaptiveNgram(Counters, Bigram):
         return row, seen * (1 - unigram), seen * unigram + (1 - seen)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the class weights, which belong to somebody else, and the last draw."""
+        """Leave out the class weights, which belong to the layer, and the last draw."""
         return {**super().__getstate__(), "_tables": None, "_last": None}  # pyright: ignore
 
     def extra_repr(self) -> str:

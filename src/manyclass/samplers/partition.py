@@ -1,4 +1,4 @@
-"""The tree of blocks: which class is where, what its nodes know, and how a new one grows beside the old one."""
+"""The tree of blocks: the order of the classes, the summaries of its nodes, and building a new tree in slices."""
 
 import math
 
@@ -10,23 +10,23 @@ from ..counters import Counters
 from .bisection import bisect, direction
 from .codes import Codes, native_tables, rows_of
 
-# Three bisections lie between two levels that are kept.
+# Number of bisections between two stored levels.
 BRANCHING = 8
 # Nodes of the top level, of which every example scores all.
 TOP = 512
-# Classes that lie farthest out, which every example scores: a mean does not predict them.
+# Number of outliers: the classes farthest from the centre, which every example scores, since means do not predict them.
 OUTLIERS = 64
-# Classes that are dealt to new blocks at once, so that no training step waits long.
+# Classes that one step of growth sorts into blocks, so that no training step stalls.
 SLICE = 4096
-# Rows that the centre of all classes, or the direction of a split, is found from.
+# Rows that estimate the centre of all classes, or the direction of a split.
 SAMPLE = 1024
 
 
 class Partition(Counters):
     """Classes in ``2^levels`` blocks of neighbours, which are the leaves of a balanced tree.
 
-    Every node knows the mean of its members and their variance per column. A few classes that lie farthest out
-    belong to no block. ``sums`` holds a share for each block, and the sums of shares above.
+    Every node stores the mean of its classes and their variance per column. A few outliers belong to no block.
+    ``sums`` holds the pool's share of each block, and the sums of these shares at the nodes above.
 
     Args:
         num_classes: n.
@@ -74,7 +74,7 @@ class Partition(Counters):
         self.register_buffer("vector", torch.zeros(columns))
         self.register_buffer("farthest", torch.zeros(self.outliers, dtype=torch.long))
         self.register_buffer("distance", torch.zeros(self.outliers))
-        # Levels whose segments are larger than a slice are halved slice by slice, the others all at once.
+        # Segments larger than a slice are halved slice by slice. Smaller ones are divided into blocks in one step.
         self.stepwise = 0
         while self.stepwise < self.levels and math.ceil(self.inside / (1 << self.stepwise)) > SLICE:
             self.stepwise += 1
@@ -131,7 +131,7 @@ class Partition(Counters):
             self.block_of.fill_(-1)
 
     def _halve(self, weight: Tensor, bias: Tensor | None, level: int, segment: int, part: int) -> None:
-        """Deal a slice of a large segment to its two halves: every so many of its classes, a sample of it."""
+        """Sort a slice of a large segment, an evenly spaced sample of its classes, into its two halves."""
         width, parts = self.blocks >> level, self._slices_of(level)
         begin, middle, end = (
             self._border(block) for block in (segment * width, segment * width + width // 2, (segment + 1) * width)
@@ -161,7 +161,7 @@ class Partition(Counters):
         return blocks
 
     def summarise(self, weight: Tensor, bias: Tensor | None, blocks: Tensor, codes: Codes) -> None:
-        """Update mean and spread of ``blocks``, sorted and distinct, and above them; and the codes of their classes."""
+        """Update means, spreads and codes of ``blocks``, sorted and distinct, and of the nodes above them."""
         if ops.native_for(weight):
             tables = (
                 self.mean.code,

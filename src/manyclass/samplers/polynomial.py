@@ -1,4 +1,4 @@
-"""The samplers that are known by the names of the paper's kernels."""
+"""The samplers that are named after the paper's kernels."""
 
 from typing import Any
 
@@ -16,13 +16,13 @@ ALPHA = 100.0
 class QuadraticTree(KernelTree):
     """`KernelTree` with the paper's kernel, α·o² + 1.
 
-    Made by name, it is a dense `Kernel` below max(4096, D) classes. Make either yourself to decide otherwise.
+    Created by name, it is a dense `Kernel` below max(4096, D) classes. To choose otherwise, construct either class.
 
     Args:
         num_classes: n.
         in_features: size of the query, d.
         alpha: α.
-        bias: whether class weights come with offsets, as a further column.
+        bias: whether class weights have offsets, stored as a further column.
     """
 
     q = "alpha·o² + 1"

@@ -6,8 +6,9 @@ from torch import Tensor
 from .. import ops
 from .partition import Partition
 
-# Of the pool, this part is uniform over the classes; the rest follows the shares. Shares come from recent queries, and
-# other queries may want other classes: half the pool costs little where shares are right, and saves the day where not.
+# This part of the pool is uniform over the classes, and the other part follows the shares. Shares come from recent
+# queries, and other queries may need other classes. A uniform half costs little if shares are right, and bounds the
+# error if they are not.
 UNIFORM = 0.5
 
 
@@ -19,7 +20,7 @@ def pool_share(partition: Partition, node: Tensor, first: Tensor, width: int) ->
 
 
 def pool_count(partition: Partition, blocks: Tensor, samples: int) -> Tensor:
-    """Return the expected count in a pool of each class of ``blocks``, same shape; at most 1."""
+    """Return the expected count in a pool of each class of ``blocks``, same shape; 1 if the pool holds all."""
     if samples >= partition.inside:
         return torch.ones_like(blocks, dtype=torch.float64)
     size = partition.border(blocks + 1) - partition.border(blocks)
@@ -29,8 +30,8 @@ def pool_count(partition: Partition, blocks: Tensor, samples: int) -> Tensor:
 def pool_draw(partition: Partition, uniform: Tensor, samples: int) -> tuple[Tensor, Tensor]:
     """Draw a pool of ``samples`` positions in the order of the classes; ``uniform`` holds one number in [0, 1).
 
-    Points at equal distances go down the tree of sums: blocks are strata, and each class of a block is as probable.
-    Outliers are in no block, and so in no pool; but a pool as large as all blocks takes every class once.
+    Evenly spaced points descend the tree of sums. So blocks are strata, and the classes of a block are equally
+    probable. Outliers are in no block, and so in no pool. A pool as large as all blocks takes every class once.
 
     Returns positions, ascending, and the log of their expected counts, both ``(samples,)``. O(samples · log n).
     """

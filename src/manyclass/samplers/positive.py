@@ -13,17 +13,17 @@ from .snapshot import Snapshot
 # Share of the uniform distribution in every table, relative to the features. It bounds the importance weights of
 # classes that the features miss.
 UNIFORM = 0.1
-# The masses of an alias table are integers up to this many bits, and at least so many for a useful table.
+# Most and fewest bits of the integer masses of an alias table; fewer would round too much.
 MOST_BITS, FEWEST_BITS = 30, 8
 
 
 class PositiveFeatures(Snapshot):
     """q_j ∝ Σ_i φ_i(h)·φ_i(w_j) with φ_i(x) = exp(⟨ω_i, x⟩ − ‖x‖²/2) and random ω_i, by alias tables. O(D) per draw.
 
-    The features are positive and E Σ_i φ_i(h)·φ_i(w)/D = exp(⟨h, w⟩), so q tends to the softmax as D grows; for large
-    logits it needs very many. Since φ ≥ 0, q is a mixture: choose feature i with probability ∝ φ_i(h)·Σ_j φ_i(w_j),
-    then a class from its alias table. Each table has a uniform share of a tenth, and its masses are rounded to
-    integers, so that the tables are exact. What is reported is this mixture, in O(D) per class.
+    The features are positive and E Σ_i φ_i(h)·φ_i(w)/D = exp(⟨h, w⟩), so q tends to the softmax as D grows. For large
+    logits this needs a very large D. Since φ ≥ 0, q is a mixture: choose feature i with probability ∝
+    φ_i(h)·Σ_j φ_i(w_j), then a class from its alias table. Each table has a uniform share of a tenth. Its masses are
+    rounded to integers, so that the tables are exact. The reported q is this mixture, in O(D) per class.
 
     Section 6 of the paper suggests alias tables for non-negative maps; the features are those of Choromanski et al.,
     Rethinking attention with Performers (ICLR 2021), with orthogonal ω in blocks.
@@ -34,7 +34,7 @@ class PositiveFeatures(Snapshot):
         features: D.
         every: updates between rebuilds of all tables, which cost O(n·D·d): a changed row changes every table.
         seed: of ω.
-        bias: whether class weights come with offsets, as a further column.
+        bias: whether class weights have offsets, stored as a further column.
 
     Memory: 32 bytes for each class and feature, and the class weights.
     """

@@ -1,4 +1,4 @@
-"""Recent queries, and the share of the pool that they ask for each block."""
+"""Recent queries, and the share of the pool that each block gets from them."""
 
 import math
 
@@ -9,7 +9,7 @@ from .draw import Best
 from .partition import Partition
 from .search import log_mass
 
-# Queries that are remembered, and how many each step adds.
+# Number of stored queries, and how many of them each step replaces.
 RECENT = 64
 NEW = 8
 
@@ -28,20 +28,20 @@ class Recent(nn.Module):
     def __init__(self, columns: int) -> None:
         super().__init__()
         self.register_buffer("query", torch.zeros(RECENT, columns))
-        # What a search of each found: the least mass of a visited block, and the mass of all classes.
+        # Results of each query's search: the mass of the lightest visited block, and the mass of all classes.
         self.register_buffer("cutoff", torch.zeros(RECENT))
         self.register_buffer("log_total", torch.full((RECENT,), math.inf))
 
     def replace(self, step: int, query: Tensor, best: Best) -> None:
-        """Replace the oldest by at most `NEW` queries ``(k, columns)`` and what a search of them found."""
+        """Replace the oldest by at most `NEW` queries ``(k, columns)`` and the results of their search."""
         place = (step * NEW + torch.arange(len(query), device=query.device)) % RECENT
         self.query[place], self.cutoff[place], self.log_total[place] = query, best.cutoff, best.log_total
 
     def shares(self, partition: Partition, blocks: Tensor, prediction: str) -> Tensor:
         """Return the root mean square over the queries of the mass per class of ``blocks (k,)``, shape ``(k,)``.
 
-        A block that a query would visit counts with at most the mass of the least that it did visit: most visited
-        classes are drawn as own negatives, and a block that the walk missed is worth as much.
+        The mass of a block is capped at that of the lightest block that the query visits: visited classes are mostly
+        drawn as own negatives, and a block that the search missed gets the same cap.
         """
         node, size = partition.firsts[-1] + blocks, partition.inside / partition.blocks
         norm = self.query.square().sum(dim=-1, keepdim=True)

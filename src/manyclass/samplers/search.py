@@ -1,4 +1,4 @@
-"""Walk down the tree of blocks to those that matter for a query, and score their classes exactly."""
+"""Search the tree of blocks for a query's best blocks, and score their classes exactly."""
 
 import math
 from typing import NamedTuple
@@ -12,12 +12,12 @@ from .draw import Best, as_hidden
 from .partition import BRANCHING, Partition
 from .pool import UNIFORM, pool_count
 
-# Beside twice as many as are wanted, a search scores this many of the best classes by code exactly.
+# A search for k classes scores the best 2·k + RESCORED candidates by code exactly.
 RESCORED = 64
 
 
 class Index(NamedTuple):
-    """What a search reads: the tree of blocks, the classes in codes, and the class weights as they are now."""
+    """The data of a search: the tree of blocks, the codes of the classes, and the present class weights."""
 
     partition: Partition
     codes: Codes
@@ -48,12 +48,12 @@ class Index(NamedTuple):
 
 
 class Visited(NamedTuple):
-    """What each example met on its way down."""
+    """Blocks and classes that each example visited."""
 
     blocks: Tensor  # shape: (batch, width), ascending
     #: The outliers, then the members of the blocks; −1 where a block has no further member.
     ids: Tensor  # shape: (batch, candidates)
-    #: Those of the outliers are exact, the others are by the codes of the classes.
+    #: Outputs of outliers are exact, the others come from the codes of the classes.
     outputs: Tensor  # shape: (batch, candidates), −inf where there is none
     #: Estimated log-mass of all classes that were not visited.
     pruned: Tensor  # shape: (batch,)
@@ -74,8 +74,8 @@ class Own(NamedTuple):
 def log_mass(mean: Tensor, variance: Tensor, size: float, prediction: str) -> Tensor:
     """Return the log of Σ exp(o) over ``size`` Gaussian outputs with this mean and variance.
 
-    ``ln N + μ + σ²/2`` is right for infinitely many. N of them have no more than their maximum, ``μ + σ·√(2·ln N)``,
-    which is smaller where σ > √(2·ln N): the random energy model.
+    ``ln N + μ + σ²/2`` holds for infinitely many outputs. If σ > √(2·ln N), the largest of N outputs dominates the sum,
+    and the log-mass is ``μ + σ·√(2·ln N)``, which is smaller (the random energy model).
     """
     log_size, deviation = math.log(size), variance.sqrt()
     limit = math.sqrt(2 * log_size)
@@ -86,7 +86,7 @@ def log_mass(mean: Tensor, variance: Tensor, size: float, prediction: str) -> Te
 def beam_width(partition: Partition, nodes: int, width: int) -> int:
     """Return how many of the ``nodes`` of a level an example follows on its way to ``width`` blocks.
 
-    Above the leaves half as many do nearly as well, but never a smaller part of the level than the blocks are of all.
+    Above the leaves a beam of half the width does nearly as well, if it keeps at least the same share of its level.
     """
     if nodes == partition.blocks:
         return width
@@ -155,8 +155,8 @@ def own_draw(
 ) -> Own:
     """Draw ``number`` negatives for each example from the classes of its ``width`` best blocks.
 
-    A visited class is drawn with the probability min(1, c·exp(o)), if that is at least its expected count in the pool;
-    otherwise the pool accounts for it. So the largest are certain, and the sum over all of them is exact.
+    A visited class is drawn with probability min(1, c·exp(o)), if that is at least its expected count in the pool.
+    Otherwise the pool accounts for it. So the largest classes are certain.
     """
     exclude = torch.full_like(uniform, -1, dtype=torch.long) if exclude is None else exclude
     if ops.native_for(query, index.weight):
@@ -186,7 +186,7 @@ def own_draw(
 
 
 def _chances(partition: Partition, found: Visited, outputs: Tensor, samples: int, number: int) -> Tensor:
-    """Return the probabilities of the visited classes to be drawn, float64; 0 for those that are left to the pool."""
+    """Return the draw probabilities of the visited classes, float64; 0 for classes that are left to the pool."""
     of_pool = pool_count(partition, found.blocks, samples).clamp(max=1).repeat_interleave(partition.block_size, dim=1)
     of_outliers = of_pool.new_full((len(outputs), partition.outliers), float(samples >= partition.num_classes))
     of_pool = torch.cat([of_outliers, of_pool], dim=1)
@@ -215,8 +215,8 @@ def _chances(partition: Partition, found: Visited, outputs: Tensor, samples: int
 
 
 def _hidden(partition: Partition, blocks: Tensor, chance: Tensor, pool: Tensor) -> Tensor:
-    """Mask ``(batch, samples)`` of the slots of the pool that hold a class which the example draws for itself."""
-    # The largest block whose border is not behind the position; negative for an outlier, which all examples visit.
+    """Return a mask ``(batch, samples)`` of the pool's slots that hold an own negative of the example."""
+    # The block that holds the position; negative for an outlier, which all examples visit.
     block = ((pool - partition.outliers + 1) * partition.blocks - 1) // partition.inside
     block = block.expand(len(blocks), -1).contiguous()
     place = torch.searchsorted(blocks, block).clamp(max=blocks.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""What samplers share whose tables cannot follow single rows: they draw from a snapshot of the class weights."""
+"""The base of samplers whose tables cannot follow single rows: they draw from a snapshot of the class weights."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from .base import Incremental
 
 
 class Snapshot(Counters, Incremental):
-    """A sampler with tables that are rebuilt every so many updates, from all class weights.
+    """A sampler that rebuilds its tables from all class weights every ``every`` updates.
 
     In between it draws from the old tables, and reports their distribution. A checkpoint holds the snapshot of the
     class weights, from which `_rebuild` makes the tables.
@@ -20,7 +20,7 @@ class Snapshot(Counters, Incremental):
         num_classes: n.
         in_features: size of the query, d.
         every: updates between rebuilds.
-        bias: whether class weights come with offsets, as a further column.
+        bias: whether class weights have offsets, stored as a further column.
     """
 
     counters = ("age",)
@@ -36,7 +36,7 @@ class Snapshot(Counters, Incremental):
         self.register_load_state_dict_post_hook(_after_loading)
 
     def update(self, weight: Tensor, rows: Tensor | None = None, *, bias: Tensor | None = None) -> None:
-        """Take a snapshot of all class weights and rebuild the tables; with ``rows`` only every so many updates."""
+        """Take a snapshot of all class weights and rebuild the tables; with ``rows``, only every ``every`` updates."""
         self._check_weight(weight, bias, self.weight)
         if rows is not None:
             self._check_rows(rows)

@@ -21,7 +21,7 @@ class Uniform(Sampler):
 
     Args:
         num_classes: n.
-        scope: ``"example"``: each example has negatives of its own; ``"batch"``: the batch shares one pool.
+        scope: ``"example"`` for own negatives of each example, ``"batch"`` for one pool that the batch shares.
     """
 
     q = "1/n"
@@ -104,8 +104,8 @@ class LogUniform(Sampler):
 class Unigram(Sampler):
     """q_i ∝ counts_i^power: class frequencies. Alias table, O(1) per draw.
 
-    A class whose count is 0 is never drawn and has ``log_prob`` −inf, so the loss never sees it as a negative: add 1
-    to all counts if it should be.
+    A class whose count is 0 is never drawn, so it is never a negative, and its ``log_prob`` is −inf. Add 1 to all
+    counts to change that.
 
     Args:
         counts: occurrences of each class, shape ``(num_classes,)``, integer or floating point, not negative.
@@ -172,7 +172,7 @@ class Unigram(Sampler):
         if exclude is not None:
             self._rest(exclude)
 
-            # A hit on the excluded class is drawn once more from the other classes: q_i + q_y · q_i/(1 − q_y).
+            # A hit on the excluded class is drawn again from the other classes: q_i + q_y · q_i/(1 − q_y).
             def again(example: Tensor, slot: Tensor) -> Tensor:
                 return self.table.draw_without(row[example], exclude[example], uniform[example, slot, 1])
 

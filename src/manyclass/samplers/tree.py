@@ -11,8 +11,8 @@ from .. import checks, functional, kernels, ops
 from .base import Incremental
 from .descent import FLOOR, check_finite, descend, distinct, invert, last_from_rest, normalise
 
-# Nodes of the first level. They are evaluated for all examples by one matrix product, which is so much faster per node
-# than single dot products that levels above would cost more than they save.
+# Nodes of the first level. One matrix product evaluates them for all examples. Per node it is much faster than single
+# dot products, so levels above would cost more than they save.
 MAX_TOP = 2048
 # The native kernels work on blocks of this many features.
 FEATURE_BLOCK = 64
@@ -21,10 +21,10 @@ ENDINGS = ("class", "leaf")
 
 
 class KernelTree(Incremental):
-    """q_i ∝ K(h, w_i) = ⟨φ(h), φ(w_i)⟩ by descending a tree whose nodes know z(C) = Σ_{j ∈ C} φ(w_j).
+    """q_i ∝ K(h, w_i) = ⟨φ(h), φ(w_i)⟩ by descending a tree whose nodes hold z(C) = Σ_{j ∈ C} φ(w_j).
 
     A set C of classes is drawn with probability ⟨φ(h), z(C)⟩ / ⟨φ(h), z(parent)⟩, and a class within a leaf by its
-    kernel value, in O(d) per class. Draws and updates cost O(D·log n). What is reported is the probability of the path.
+    kernel value, in O(d) per class. Draws and updates cost O(D·log n). The reported q is the probability of the path.
 
     Args:
         kernel: has ``feature_map`` and ``feature_dim``, as `kernels.Quadratic`. If it has ``value(logits)``, leaves are
@@ -35,7 +35,7 @@ class KernelTree(Incremental):
         branching: children of a node below the first level.
         ending: ``"class"`` draws one class per path; ``"leaf"`` returns all classes of the leaf (the paper's multiple
             partial samples), with its expected count: ``num_samples`` is rounded up to whole leaves.
-        bias: whether class weights come with offsets, as a further column.
+        bias: whether class weights have offsets, stored as a further column.
 
     Memory: a copy of the class weights and the sums, together about twice the class weights.
     """
@@ -83,9 +83,9 @@ class KernelTree(Incremental):
         self._refresh()
 
     def update(self, weight: Tensor, rows: Tensor | None = None, *, bias: Tensor | None = None) -> None:
-        """Follow the class weights in ``rows``, or everywhere. Each node above changed rows is summed again once.
+        """Refresh the sums of changed ``rows``, or of all rows; each node above a changed row is summed once.
 
-        Sums are never added to, so they equal a fresh build however many updates there were.
+        Sums are recomputed, never incremented, so they equal those of a rebuild after any number of updates.
         """
         self._check_weight(weight, bias, self.weight)
         picked = slice(None) if rows is None else distinct(self._check_rows(rows).sort().values)

@@ -1,4 +1,4 @@
-"""Two passes: a static sample of candidates for the batch, then negatives of each example by their logits."""
+"""Two passes: a static sample of candidates for the batch, from which each example draws by logit."""
 
 import math
 from typing import Any
@@ -19,11 +19,12 @@ class TwoPass(Incremental):
 
     The first pass has M candidates with the expected counts M·q. The second pass draws ``num_samples`` of them for each
     example, without replacement, with probabilities π = min(1, c·exp(o)/(M·q)): the best by logit are certain.
-    ``log_count = ln(M·q) + ln π``: the count of each pass, given the pass before. So Σ exp(o − log_count) is unbiased
-    for the partition function over both passes. The count without this condition would need the logits of all classes.
+    ``log_count = ln(M·q) + ln π``: the count of the second pass is conditional on the candidates. So
+    Σ exp(o − log_count) is an unbiased estimate of the partition function over both passes. The unconditional count
+    would need the logits of all classes.
 
     ``best=True`` is the rule of the paper: the ``num_samples`` best candidates by logit, with ``log_count = ln(M·q)``.
-    It is biased: candidates that are not among the best have no chance, and no weight makes up for them.
+    It is biased: other candidates are never drawn, and no weight makes up for them.
 
     Bai, Goldman and Zhang, TAPAS: Two-pass approximate adaptive sampling for softmax (2017).
 
@@ -34,7 +35,7 @@ class TwoPass(Incremental):
         counts: class frequencies of the first pass, shape ``(num_classes,)``; default: uniform.
         best: whether to take the best candidates instead of drawing from them.
         prediction: whether negatives follow exp(o) or exp(|o|).
-        bias: whether class weights come with offsets, as a further column.
+        bias: whether class weights have offsets, stored as a further column.
 
     A draw costs O(M·d) per example.
     """
@@ -66,7 +67,7 @@ class TwoPass(Incremental):
 
     @classmethod
     def restrict(cls, options: dict[str, Any], part: Part) -> tuple[type[Sampler], dict[str, Any]]:
-        """Share out the candidates, and take the counts of these classes from those of all."""
+        """Divide the candidates between the parts, and select the counts of these classes."""
         total = checks.positive_int("candidates", {**declared(cls), **options}["candidates"])
         options = {**options, "candidates": math.ceil(total / part.shards)}
         if options.get("counts") is not None:
@@ -125,11 +126,11 @@ class TwoPass(Incremental):
         return torch.nn.functional.pad(pool[place], short), torch.nn.functional.pad(log_count, short, value=math.inf)
 
     def log_prob(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Raise: counts are those given the candidates of a draw."""
+        """Raise: counts are conditional on the candidates of a draw."""
         raise ValueError("TwoPass has no single distribution; see the log_count of a Draw")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the class weights, which belong to somebody else."""
+        """Leave out the class weights, which belong to the layer."""
         return {**super().__getstate__(), "_tables": None}  # pyright: ignore
 
     def extra_repr(self) -> str:
