@@ -22,7 +22,7 @@ def main() -> None:
         if type(error).__name__ != "LostContactError":
             raise
         print(f"manyclass: {error}", file=sys.stderr)
-        code = 1  # not the fault of what was asked for: torchrun may try again
+        code = 1  # not a user error, so torchrun may restart the process
     leave(code)
 
 

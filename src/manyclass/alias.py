@@ -51,8 +51,8 @@ class AliasTable(nn.Module):
     def draw_without(self, row: Tensor, skip: Tensor, uniform: Tensor) -> Tensor:
         """Draw one cell per entry from ``row`` without its cell ``skip``, by inverting the distribution function.
 
-        ``row``, ``skip``, ``uniform`` and the result have one shape; ``skip = −1`` leaves nothing out. What is left
-        must have mass. O(log cells) per draw: for the few draws that hit an excluded class.
+        ``row``, ``skip``, ``uniform`` and the result have one shape. ``skip = −1`` skips no cell. The other cells must
+        have mass. O(log cells) per draw, for the few draws that hit an excluded class.
         """
         first, last = self._mass_before(self.offsets[row]), self._mass_before(self.offsets[row + 1])
         left = torch.where(skip < 0, last, self._mass_before(skip.clamp(min=0)))
@@ -71,9 +71,9 @@ class AliasTable(nn.Module):
 def _build(weight: Tensor, total: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
     """Sweep light and heavy cells against each other, with prefix sums in place of the usual two stacks.
 
-    In units where a cell holds ``total``, lights lack ``total − weight·length`` and heavies have as much too much.
-    The heavies' surplus is handed to the lights in order; a heavy that gave more than its surplus is topped up by the
-    next. Within a row lack and surplus are equal, so in exact (integer) arithmetic no cell refers to another row.
+    In units where a cell holds ``total``, light cells lack ``total − weight·length``, and heavy cells have a surplus.
+    The light cells take the surplus in order. A heavy cell that gave more than its surplus takes from the next one.
+    Within a row lack and surplus are equal, so in exact (integer) arithmetic no cell refers to another row.
     No size depends on a value, so the host need not wait for a device.
     """
     scaled = weight * length

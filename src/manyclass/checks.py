@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Classes and negatives of samplers that keep tables of them: the native core counts them in 32 bits.
+# Limit for samplers that keep tables of classes or negatives: the native core counts them in 32 bits.
 MAX_CLASSES = 2**31 - 1
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Options of `torch.nn.CrossEntropyLoss` that a sampled loss cannot have, and what to do instead.
 _REFUSED = {
     "label_smoothing": "smoothed targets need the logits of all classes",
-    "weight": "for class weights take reduction='none' and average: (w[target] * loss).sum() / w[target].sum()",
+    "weight": "for class weights use reduction='none' and average: (w[target] * loss).sum() / w[target].sum()",
 }
 
 

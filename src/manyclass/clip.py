@@ -18,8 +18,8 @@ def clip_grad_norm_(
     """Clip dense and sparse gradients as `torch.nn.utils.clip_grad_norm_` does.
 
     Scales all gradients in place so that their total norm is at most ``max_norm``; returns the norm they had.
-    A sparse gradient is coalesced first, since the norm of summands is not the norm of their sum. Parameters of
-    `distributed.ShardedSampledSoftmax` count with all their shards: then every rank has to call this.
+    A sparse gradient is coalesced first, since the norm of summands is not the norm of their sum. The norm includes all
+    shards of a `distributed.ShardedSampledSoftmax`, so every rank has to call this.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
@@ -33,13 +33,13 @@ def clip_grad_norm_(
         grad = parameter.grad
         if grad.is_sparse:
             parameter.grad = grad.coalesce()
-            # pyright does not know that a coalesced tensor's values are a view of it.
+            # a coalesced tensor's values are a view of it, which pyright cannot tell
             grad = parameter.grad._values()
-        if grad.numel():  # nothing has no largest value
+        if grad.numel():  # an empty tensor has no largest value
             found.append(grad)
     total_norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
     for group, parts in sharded.items():
-        from .distributed.collectives import gathered  # not everyone has torch.distributed
+        from .distributed.collectives import gathered  # torch may be built without torch.distributed
 
         own = torch.nn.utils.get_total_norm(parts, norm_type, foreach=foreach)
         everyone = torch.linalg.vector_norm(gathered(own, group, "norms of gradients"), norm_type)

@@ -56,16 +56,16 @@ class ArcFace:
 
 
 class Cosine(nn.Module):
-    """Make the logits of a layer ``scale · cos(query, class)``, whatever the lengths of both are.
+    """Make the logits of a layer ``scale · cos(query, class)``.
 
     Give it to one layer: ``SampledSoftmax(d, n, cosine=Cosine(30))``. The layer normalises class embeddings, keeps a
     cache of the normalised ones, and draws negatives by them.
 
     Args:
         scale: the largest logit; positive.
-        learn_scale: whether ``scale`` is where a learned one begins; the parameter ``log_scale`` holds its logarithm.
-        margin: applied to the target's cosine in training, not in ``eval()``: `CosFace`, `ArcFace`, or a function of
-            yours that maps cosines to cosines.
+        learn_scale: whether the scale is learned, beginning with ``scale``. The parameter ``log_scale`` holds its log.
+        margin: `CosFace`, `ArcFace`, or any function that maps cosines to cosines. It is applied to the target's cosine
+            in training, not in ``eval()``.
     """
 
     def __init__(self, scale: float = 30.0, *, learn_scale: bool = False, margin: Margin | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Numbers of a module that the host reads in every step: plain Python numbers, which checkpoints hold as tensors."""
+"""Counters that the host reads in every step: Python numbers, which checkpoints hold as tensors."""
 
 from typing import Any, ClassVar
 

@@ -1,4 +1,4 @@
-"""How far the sampled loss is from the full one: measured on a few examples, against the exact loss."""
+"""The error of the sampled loss, measured against the exact loss on a few examples."""
 
 import copy
 import math
@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Examples that the bias is measured on, and how often each is drawn for.
+# Number of examples that the bias is measured on, and of draws for each of them.
 MEASURED, DRAWS = 16, 8
 
 
 class Diagnostics(NamedTuple):
-    """What a training step pays for sampling, measured on a few of its examples."""
+    """Errors and cost of sampling in a training step, measured on a few of its examples."""
 
     #: Negatives that were drawn for each example alone, and for the pool that all share.
     own: int
     pool: int
-    #: Mean of sampled minus exact loss in nats: by how much the loss is too small.
+    #: Mean of sampled minus exact loss in nats. It is negative where the sampled loss is too small.
     bias: float
     #: Standard error of ``bias``, from the spread over examples and over draws.
     bias_error: float
@@ -29,7 +29,7 @@ class Diagnostics(NamedTuple):
     gradient_error: float
     #: Mean age of the sampler's statistics in training steps.
     stale_steps: float
-    #: Share of the time from step to step that goes into refreshing the sampler and drawing.
+    #: Share of a step's time that is spent on refreshing the sampler and drawing.
     sampling_share: float
 
 
@@ -56,7 +56,7 @@ class Measured(NamedTuple):
 
 
 class Monitor:
-    """The last batch, which `diagnostics` measures on, and the part of a step's time that goes into sampling."""
+    """The last batch, for `diagnostics`, and the share of a step's time that is spent on sampling."""
 
     def __init__(self) -> None:
         self.last: tuple[Tensor, Tensor, Tensor | None] | None = None
@@ -66,7 +66,7 @@ class Monitor:
         self._sampling = 0.0
 
     def begin(self, query: Tensor, target: Tensor, context: Tensor | None) -> None:
-        """Note that a step begins with this batch."""
+        """Record that a step begins with this batch."""
         now = time.perf_counter()
         share = self._sampling / (now - self._began)
         self.share = 0.9 * self.share + 0.1 * share if math.isfinite(self.share) else share
@@ -74,7 +74,7 @@ class Monitor:
         self.last = (query, target, context)
 
     def sampled(self) -> None:
-        """Note that the step has its negatives."""
+        """Record that the step has its negatives."""
         self._sampling = time.perf_counter() - self._began
 
     def size(self) -> int:
@@ -109,7 +109,7 @@ def measure(
     """Compare losses ``(examples,)`` of queries and their gradients; each call of ``sampled_losses`` is a new draw."""
 
     def of(losses: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        # What is saved here is no part of a forward pass that torch.utils.checkpoint may run again.
+        # torch.utils.checkpoint must not count the tensors that are saved here: it would run them again.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
             leaf = query.detach().requires_grad_()
             values = losses(leaf)
@@ -136,9 +136,9 @@ def _same(saved: Tensor) -> Tensor:
 
 
 def standard_error(difference: Tensor) -> float:  # shape: (draws, examples)
-    """Return the standard error of the mean. Examples that share a pool err together, so draws vary, too.
+    """Return the standard error of the mean, from the spread over examples and over draws of the shared pool.
 
-    What there is only one of, such as the example of a batch of one, shows no spread and adds nothing.
+    A single example, or a single draw, has no spread and adds 0.
     """
     parts = [difference.mean(dim=dim) for dim in (0, 1)]
     return float(sum((part.var() / len(part) for part in parts if len(part) > 1), torch.zeros(())).sqrt())
@@ -147,8 +147,8 @@ def standard_error(difference: Tensor) -> float:  # shape: (draws, examples)
 def steady_bias(difference: Tensor) -> float:
     """Return the mean of ``difference``, the error of log Ẑ, with less noise where errors are small.
 
-    Ẑ/Z has the mean 1, so E[log Ẑ/Z] is also the mean of ``log Ẑ/Z − Ẑ/Z + 1``, which is never positive and varies
-    little near 1. Where errors are large, the rare draws that make the mean 1 may be missing: use the plain mean.
+    Ẑ/Z has the mean 1, so E[log Ẑ/Z] is also the mean of ``log Ẑ/Z − Ẑ/Z + 1``. This is never positive and varies
+    little near 1. Where errors are large, the rare draws that make the mean 1 may be missing, so use the plain mean.
     """
     if float(difference.square().mean()) > 0.1:
         return float(difference.mean())

@@ -1,4 +1,4 @@
-"""Where class embeddings come from: a table of parameters, or a network that encodes classes."""
+"""Sources of class embeddings: a table of parameters, or a network that encodes classes."""
 
 import math
 from contextlib import nullcontext
@@ -19,8 +19,8 @@ from .shard import Shard, Tables
 class ClassEmbeddings(nn.Module):
     """The embeddings of many classes, and their offsets.
 
-    A table has parameters, and `weight` is their present value. An encoder makes embeddings when a training step needs
-    them, and `weight` is a cache of those that it made last. So it is for a table whose embeddings are normalised.
+    `weight` is the present value of a table's parameters. An encoder computes embeddings when a training step needs
+    them, and `weight` is then a cache of the last ones. A table with cosine logits has such a cache, too.
 
     Args:
         in_features: size of an embedding, d.
@@ -107,7 +107,7 @@ class ClassEmbeddings(nn.Module):
     def weight(self) -> Tensor:
         """Class embeddings, shape ``(num_classes, in_features)``; of a shard, those of its classes.
 
-        With an encoder or cosines, those that were made last: `refresh` brings them up to date.
+        With an encoder or cosines, these are cached. `refresh` brings them up to date.
         """
         if self.cache is not None:
             return self.cache.rows
@@ -121,11 +121,11 @@ class ClassEmbeddings(nn.Module):
 
     @property
     def fresh(self) -> bool:
-        """Whether `weight` is what the encoder would make now; always so for a table."""
+        """Whether `weight` equals what the encoder would return now; always true for a table."""
         return self.cache is None or self._automatic() or self.cache.is_fresh(self._sources())
 
     def refresh(self) -> None:
-        """Encode all classes, so that ``eval()``, `log_prob` and `topk` are exact: n classes through the encoder."""
+        """Encode all n classes, so that ``eval()``, `log_prob` and `topk` are exact."""
         if self.cache is not None:
             self.cache.refresh(self._known, self._sources())
 
@@ -146,7 +146,7 @@ class ClassEmbeddings(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Compute `fused.sampled_loss` with present embeddings, or from `weight` without ``encode``.
 
-        Embeddings that have to be made are made once for each class. Target ``(batch,)`` or ``(batch, k)``.
+        Each class of the step is encoded once. Target ``(batch,)`` or ``(batch, k)``.
         """
         margin, plain = self._margin(), self.cache is None or not encode
         if target.dim() == 1 and margin is None and plain:

@@ -1,4 +1,4 @@
-"""Class embeddings that a network makes: encode some of them with gradients, and remember the last known of all."""
+"""Class embeddings from a network: encode the classes of a step with gradients, and cache those of all classes."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -16,9 +16,9 @@ from .samplers.draw import Draw
 #: Maps ids of classes, shape ``(k,)``, to their embeddings, shape ``(k, in_features)``.
 Encode = Callable[[Tensor], Tensor]
 
-# For this many classes that a step encodes, the sweep encodes one more, without gradients: 6% of their cost.
+# The sweep encodes one class, without gradients, per this many classes of a step. It adds 6% to the cost of encoding.
 SWEEP = 4
-# Classes that the sweep looks at for each that it encodes; it skips those that were encoded in its present round.
+# Classes that the sweep examines for each that it encodes. It skips classes that were encoded in its present round.
 WINDOW = 4
 
 
@@ -68,7 +68,7 @@ class Step(NamedTuple):
 
 
 def renumber(target: Tensor, draw: Draw) -> Step:
-    """Collect the classes of targets and draw, each once; a target of −1 is none. Without any there is class 0."""
+    """Collect the distinct classes of targets and draw, or class 0 if there are none. A target of −1 is none."""
     rows = torch.cat([target[target >= 0], draw.ids.flatten(), draw.pool]).unique()
     rows = rows if len(rows) else rows.new_zeros(1)
     places = draw._replace(ids=torch.searchsorted(rows, draw.ids), pool=torch.searchsorted(rows, draw.pool))
@@ -76,10 +76,10 @@ def renumber(target: Tensor, draw: Draw) -> Step:
 
 
 class Cache(Counters):
-    """The last known embedding of every class: what samplers, diagnostics and exact results read.
+    """A cache of the last known embedding of every class, for samplers, diagnostics and exact results.
 
-    Rows of a training step wait until the next step begins: a step that `torch.utils.checkpoint` runs again then draws
-    from the same rows.
+    The rows of a training step are written when the next step begins. So a step that `torch.utils.checkpoint` repeats
+    draws from the same rows.
 
     Args:
         num_classes: n, of this process.
@@ -98,7 +98,7 @@ class Cache(Counters):
         self.register_buffer("rows", torch.zeros(num_classes, in_features, device=device, dtype=dtype))
         # The step that encoded each class last.
         self.register_buffer("encoded_at", torch.zeros(num_classes, device=device, dtype=torch.int32))
-        #: Whether any class was encoded yet, and whether the encoder has learned nothing since it encoded all.
+        #: Whether any class was encoded yet, and whether the encoder is unchanged since it encoded all classes.
         self.started, self.fresh = False, False
         #: Steps so far; where the sweep is, and the step when its present round began.
         self.steps, self.cursor, self.round_began = 0, 0, 0
@@ -111,7 +111,7 @@ class Cache(Counters):
     def remember(self, ids: Tensor, rows: Tensor | None, learns: bool) -> None:
         """Keep the embeddings ``rows (k, in_features)`` of ``ids (k,)``, sorted and distinct, for the next step.
 
-        Without ``rows`` they are made when that step begins. ``learns`` says whether they may change after this step.
+        Without ``rows`` they are encoded when that step begins. ``learns``: whether they may change after this step.
         """
         self._waiting = ids, None if rows is None else rows.detach()
         self.fresh &= not learns
@@ -156,7 +156,7 @@ class Cache(Counters):
     def _due(self, number: int) -> Tensor:
         """Take at most ``number`` classes, in turn, that were not encoded since the sweep began its present round."""
         size, device = len(self.rows), self.rows.device
-        self.cursor %= size  # a checkpoint may come from a larger shard
+        self.cursor %= size  # the checkpoint may be that of a larger shard
         window = min(WINDOW * number, size - self.cursor)
         candidates = torch.arange(self.cursor, self.cursor + window, device=device)
         due = candidates[self.encoded_at[candidates] < self.round_began][:number]
@@ -176,7 +176,7 @@ class Cache(Counters):
         self.notice(parameters)
 
     def notice(self, parameters: Iterable[Tensor]) -> None:
-        """Take the parameters of the encoder as those that the embeddings come from, if they were ever fresh."""
+        """Record the encoder's parameters as those that made the cached embeddings, if they were ever fresh."""
         self._versions = _versions(parameters)
 
     def is_fresh(self, parameters: Iterable[Tensor]) -> bool:
@@ -184,7 +184,7 @@ class Cache(Counters):
         return self.started and self.fresh and self._versions == _versions(parameters)
 
     def ensure(self, embed: Encode, parameters: list[Tensor], automatic: bool) -> None:
-        """Encode all classes if the cache is stale; or warn, once, if that is not ``automatic``."""
+        """Encode all classes if the cache is stale, or warn once if this is not ``automatic``."""
         if self.is_fresh(parameters):
             return
         if automatic or not self.started:

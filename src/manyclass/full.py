@@ -11,10 +11,10 @@ from .shard import Tables
 
 
 class FullSoftmax(Head):
-    """The exact loss over all classes in training, too: what sampling is measured against. Cost O(n·d) per example.
+    """The exact loss over all classes, in training, too: the reference for sampling. O(n·d) per example.
 
-    Takes the arguments of `SampledSoftmax` that have nothing to do with sampling. Gradients are dense. With ``classes``
-    every step encodes all classes.
+    Takes the arguments of `SampledSoftmax` that do not concern sampling. Gradients are dense. With ``classes`` every
+    step encodes all classes.
     """
 
     def __init__(self, in_features: int, num_classes: int, **options: Any) -> None:

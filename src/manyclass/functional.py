@@ -25,9 +25,9 @@ Margin = Callable[[Tensor], Tensor]
 
 # Logits that may exist at one time while all classes are scored: 64 MiB in float32.
 MAX_LOGITS = 1 << 24
-# Queries that are scored together; more would make the chunks of classes too thin for a fast matrix product.
+# Queries that are scored together. More would leave chunks with too few classes for a fast matrix product.
 MAX_QUERIES = 4096
-# Stands for −inf where a sum over nothing else must have a finite gradient.
+# Replaces −inf where the gradient of an empty sum must be finite.
 LOWEST = -1e30
 
 
@@ -159,7 +159,7 @@ def log_partition(
 
     def part(query: Tensor, weight: Tensor, bias: Tensor | None, hidden: Tensor | None) -> Tensor:
         outputs = output(linear(query, weight, bias), prediction)
-        if hidden is not None:  # one more column takes what is in other chunks
+        if hidden is not None:  # a further column collects classes of other chunks
             place = hidden.where((hidden >= 0) & (hidden < len(weight)), len(weight))
             outputs = F.pad(outputs, (0, 1)).scatter(-1, place, LOWEST)[:, :-1]
         return outputs.logsumexp(dim=-1)

@@ -11,10 +11,10 @@ from . import functional, ops
 from .samplers.draw import Draw
 from .untraced import untraced
 
-#: Makes the gradients of rows, sorted and distinct, of one process those of all that have the same class weights.
+#: Averages gradients of rows, sorted and distinct, over the processes that hold the same class weights.
 Exchange = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-# The log-count of an empty slot where it has to be finite, so that a sum over empty slots has a finite gradient, 0.
+# The finite log-count of an empty slot, so that a sum over empty slots has the gradient 0.
 EMPTY = 1e30
 
 
@@ -31,10 +31,9 @@ def sampled_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return `functional.sampled_softmax_loss` of each example and the output of its positive, both ``(batch,)``.
 
-    An example without a positive has the log-sum-exp of its corrected negatives as its loss, and the output 0: what one
-    shard of the classes adds to a loss. With ``sparse=True`` the gradients of ``weight`` and ``bias`` are coalesced
-    sparse tensors of the drawn rows. On the CPU in float32 a native kernel reads the rows where they lie; elsewhere
-    they are gathered.
+    An example without a positive has the output 0, and its loss is the log-sum-exp of its corrected negatives: one
+    shard's part of a loss. With ``sparse=True`` the gradients of ``weight`` and ``bias`` are coalesced sparse tensors
+    of the drawn rows. On the CPU in float32 a native kernel reads the rows in place. Elsewhere they are gathered.
     """
     if not ops.native_for(query, weight):
         return reference_loss(
@@ -61,7 +60,7 @@ def reference_loss(
     positive, negative, log_count = gathered_outputs(query, weight, bias, target, draw, **options)
     rest = negative - log_count
     rest = torch.cat([rest, rest.new_full((len(rest), 1), -EMPTY)], dim=-1).logsumexp(dim=-1)
-    # softplus and not log-sum-exp − positive: it keeps its precision where the positive takes nearly all.
+    # softplus instead of log-sum-exp − positive keeps its precision if the positive has nearly all the mass.
     here = target >= 0
     loss = torch.where(here, F.softplus(rest - positive, threshold=50.0), rest)
     return loss, torch.where(here, positive, 0.0)
@@ -84,7 +83,7 @@ def gathered_outputs(
     """
     # Each row is read, and gets its gradient, once, however often it was drawn.
     here, classes = target >= 0, torch.cat([draw.ids.flatten(), draw.pool])
-    # An example without a positive stands on a row that is read anyway, which gets no gradient from it.
+    # An example without a positive points to a row that is read anyway, and gives it no gradient.
     known = torch.where(here, target, classes[0]) if len(classes) else target.clamp(min=0)
     rows, place = torch.unique(torch.cat([known, classes]), return_inverse=True)
     positives, own, pool = place.split([len(known), draw.ids.numel(), len(draw.pool)])
@@ -104,7 +103,7 @@ def gathered_outputs(
 
 
 def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a backward pass run without a graph, and refuse to be part of one: second derivatives would lack terms."""
+    """Run a backward pass without a graph, and refuse create_graph=True: second derivatives would lack terms."""
 
     @untraced  # the number of rows depends on the draw
     def checked(ctx: Any, *grads: Tensor) -> Any:
@@ -145,7 +144,7 @@ class _Native(torch.autograd.Function):
         loss, positive, slopes, query_slopes = torch.ops.manyclass.sampled_loss_(
             logits, *tables, classes.contiguous(), *counts, absolute
         )
-        # What the positive's output depends on; −1 stands for any row, and gets no gradient.
+        # The positive's output depends on the query and its row; −1 is any row, without a gradient.
         target = classes[:, 0]
         positives = weight[target]
         sign = (target >= 0).to(query.dtype)

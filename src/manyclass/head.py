@@ -1,4 +1,4 @@
-"""An output layer: class weights, the loss, and what is exact about it. The loss of training is a hook."""
+"""The base of output layers: class weights and exact results. The training loss is a hook."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ from .untraced import untraced
 class Head(ClassEmbeddings):
     """A linear layer and its cross entropy over many classes.
 
-    In ``eval()`` `forward` returns the exact loss over all classes. In training it returns what a subclass finds:
-    `FullSoftmax` the same, `SampledSoftmax` an estimate.
+    In ``eval()`` `forward` returns the exact loss over all classes. In training it returns the loss of the subclass:
+    `FullSoftmax` the exact one, `SampledSoftmax` an estimate.
 
     Args:
         in_features: size of the query, d.
@@ -34,7 +34,7 @@ class Head(ClassEmbeddings):
         dtype: of the parameters; with ``classes``, of the cache. Logits and losses are computed in float32 at least,
             also under autocast.
         shard: the classes that this process holds; default: all of them.
-        validate: whether to check the values of arguments. On devices other than the CPU the host has to wait for that.
+        validate: whether to check the values of arguments. On devices other than the CPU the host waits for the check.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class Head(ClassEmbeddings):
         context: Tensor | None = None,  # shape: (*batch)
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Return the loss: that of training in training mode, exact over all classes in evaluation mode.
+        """Return the training loss in training mode, and the exact loss over all classes in evaluation mode.
 
         Args:
             input: queries, the model's last hidden layer.
-            target: the positive class of each, or several, padded with ``ignore_index``.
-            context: what the ``"bigram"`` sampler conditions on.
+            target: the positive class of each query, or several, padded with ``ignore_index``.
+            context: the class that the ``"bigram"`` sampler conditions on.
             generator: source of the random numbers of the draw; default: torch's global one.
         """
         return self._forward(input, target, context, generator)
@@ -109,7 +109,7 @@ class Head(ClassEmbeddings):
         several = labels.dim() == query.dim()
         labels = labels.reshape(labels.shape[:-1].numel(), labels.shape[-1]) if several else labels.flatten()
         here = labels != self.ignore_index
-        # One mask, read once: each time that a mask is an index, the host waits for the device.
+        # The mask is read once, since the host waits for the device whenever a mask is an index.
         kept = (here.any(dim=-1) if several else here).nonzero().squeeze(-1)
         if context is not None:
             context = checks.indices("context", context, None, batch_of=query, validate=self.validate).flatten()[kept]
@@ -169,7 +169,7 @@ class Head(ClassEmbeddings):
         checks.floating("input", input)
         checks.same_device("input", input, "weight", self.weight)
         checks.queries("input", input, self.in_features, validate=self.validate)
-        if self.cache is not None:  # whose precision says nothing about that of the encoder
+        if self.cache is not None:  # the precision of a cache need not be that of the encoder
             query = input.to(torch.promote_types(input.dtype, torch.float32))
             return query if self.cosine is None else self.cosine(query)
         if input.dtype != self.weight.dtype and not torch.is_autocast_enabled(input.device.type):

@@ -1,7 +1,7 @@
 """Kernels K(h, w) = f(⟨h, w⟩) to sample from, and their feature maps φ with K(h, w) = ⟨φ(h), φ(w)⟩.
 
-A kernel of your own is any object with ``value(logits)``; with ``feature_map`` and ``feature_dim`` it also has the
-finite φ that lets whole sets of classes be summed up in one vector (Section 3.1 of the paper).
+A kernel is any object with ``value(logits)``. With ``feature_map`` and ``feature_dim`` it also has the finite φ that
+summarises a set of classes in one vector (Section 3.1 of the paper).
 """
 
 import functools
@@ -17,12 +17,12 @@ __all__ = ["FeatureKernel", "Kernel", "Polynomial", "Quadratic", "Quartic"]
 
 # Higher powers of the logits leave the range of float64.
 MAX_DEGREE = 64
-# A feature map larger than this does not pay: scoring all classes is cheaper.
+# Largest feature map. Beyond this size, scoring all classes is cheaper.
 MAX_FEATURES = 1 << 20
 
 
 class Kernel(Protocol):
-    """What `samplers.Kernel` asks of a kernel: a non-negative function of the logit."""
+    """The kernel interface of `samplers.Kernel`: a non-negative function of the logit."""
 
     def value(self, logits: Tensor) -> Tensor:
         """Map logits ``⟨h, w⟩`` to ``K(h, w) ≥ 0``; the shape is kept."""
@@ -30,7 +30,7 @@ class Kernel(Protocol):
 
 
 class FeatureKernel(Protocol):
-    """What `samplers.KernelTree` asks of a kernel: a feature map, and at best ``value(logits)`` too."""
+    """The kernel interface of `samplers.KernelTree`: a feature map, and optionally ``value(logits)``."""
 
     def feature_dim(self, in_features: int) -> int:
         """Return D, the number of features of a vector of ``in_features`` numbers."""
@@ -67,8 +67,8 @@ class Polynomial:
     def feature_map(self, vectors: Tensor) -> Tensor:
         """Map vectors ``(*batch, in_features)`` to features φ ``(*batch, feature_dim)``.
 
-        Each monomial appears once, scaled by the root of the number of orders in which its factors can be written
-        (packed symmetric: for ``degree=2`` half of the paper's d² + 1). O(degree · D) per vector.
+        Each monomial appears once, scaled by the square root of the number of orders of its factors. So for
+        ``degree=2`` there are about half of the paper's d² + 1 features. O(degree · D) per vector.
         """
         if checks.floating("vectors", vectors).dim() == 0:
             raise ValueError("vectors must have shape (*batch, in_features), got ()")
@@ -120,7 +120,7 @@ def evaluate(kernel: Any, query: Tensor, weight: Tensor) -> Tensor:
 
 
 def is_polynomial(kernel: Any) -> bool:
-    """Return whether ``kernel`` is a `Polynomial` that overrides nothing: the native code has its formulas."""
+    """Return whether ``kernel`` is a `Polynomial` without overrides, whose formulas the native code implements."""
     own = type(kernel)
     formulas = (Polynomial.value, Polynomial.feature_map)
     return isinstance(kernel, Polynomial) and (own.value, own.feature_map) == formulas

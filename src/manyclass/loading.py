@@ -12,19 +12,19 @@ from .samplers import Sampler
 
 # Names of the parameters here and in `torch.nn.Linear`.
 _LINEAR = {"embedding.weight": "weight", "bias_embedding.weight": "bias"}
-# How names begin in the state of `Resumable` that have to do with sampling.
+# Prefixes of the names in the state of `Resumable` that concern sampling.
 _SAMPLING = ("sampler.", "budget.", "step", "_extra_state")
 
 
 class Resumable(Head):
-    """An output layer with a sampler, whose state has the rows that wait for a refresh, too."""
+    """An output layer with a sampler, whose state includes the rows that wait for a refresh."""
 
     sampler: Sampler
     budget: Budget
     follower: Follower
 
     def reset_parameters(self) -> None:
-        """Draw the parameters as `torch.nn.Linear` does; the sampler follows all of them in the next step."""
+        """Draw the parameters as `torch.nn.Linear` does; the next step rebuilds the sampler."""
         super().reset_parameters()
         self.follower = Follower()
 
@@ -72,7 +72,7 @@ def _before_saving(layer: Any, prefix: str, keep_vars: bool) -> None:
 def _before_loading(layer: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Rename parameters of a linear layer, and keep the layer's statistics where those of the checkpoint do not fit.
 
-    Statistics that do not come with the class weights are stale: the next step rebuilds all of them.
+    Statistics that were not saved with the class weights are stale, so the next step rebuilds them.
     """
     _from_linear(state_dict, prefix)
     state_dict.setdefault(f"{prefix}step", torch.tensor(layer.step))
@@ -95,7 +95,7 @@ def _before_loading(layer: Any, state_dict: dict[str, Any], prefix: str, *rest: 
 
 
 def _after_loading(layer: Any, incompatible: Any) -> None:
-    """Restore ``num_samples`` from the checkpoint, and take the cache as that of the encoder that came with it."""
+    """Restore ``num_samples``, and assume that cache and encoder of the checkpoint belong together."""
     layer.budget.after_loading(layer.sampler)
     if layer.cache is not None:
         layer.cache.notice(layer._sources())

@@ -1,4 +1,4 @@
-"""The hot operations, each under one name: a native kernel for the CPU, and the PyTorch reference for all else."""
+"""The hot operations, each under one name: a native kernel for the CPU, and a PyTorch reference otherwise."""
 
 import os
 import warnings
@@ -11,7 +11,7 @@ from torch import Tensor
 def _load() -> bool:
     import manyclass
 
-    # The variable is for developers: another build of the core, such as that of `make asan`.
+    # MANYCLASS_NATIVE names another build of the core, such as that of `make asan`, for developers.
     chosen = os.environ.get("MANYCLASS_NATIVE")
     found = [file for folder in manyclass.__path__ for file in sorted(Path(folder).glob("_native.*"))]
     for file in [chosen] if chosen else found[:1]:

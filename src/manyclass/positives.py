@@ -1,4 +1,4 @@
-"""The sampled loss of examples whose positives are scored apart: with a margin, or several for one example."""
+"""The sampled loss of examples whose positives are scored separately: with a margin, or several per example."""
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,6 @@ def sampled_loss(
     positive = functional.output(positive, prediction)
     positive = positive if margin is None else margin(positive)
     rest = rest.unsqueeze(-1).expand_as(positive)
-    # Not 0 · NaN in the gradient of what is not here.
+    # Padding must not put 0 · NaN into the gradient.
     loss = torch.where(here, F.softplus(rest - positive, threshold=50.0), rest)
     return loss.reshape(target.shape), torch.where(here, positive, 0.0).reshape(target.shape)

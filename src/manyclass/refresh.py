@@ -1,4 +1,4 @@
-"""How a sampler follows the class weights: which rows wait for a refresh, and when they get it."""
+"""Refresh of a sampler after the class weights changed: which rows wait for it, and when it happens."""
 
 import torch
 from torch import Tensor
@@ -9,25 +9,25 @@ from .samplers.base import Sampler
 REFRESH_ALL = 1000
 # … and where untracked changes are certain: dense gradients, tied weights, other processes.
 REFRESH_UNTRACKED = 5
-# Rows, or a few more, that are compared to detect a change of the weights.
+# About how many rows are compared to detect a change of the weights.
 WITNESSES = 8
 #: Marks all rows in a checkpoint.
 ALL_ROWS = torch.tensor([-1])
 
 
 class Follower:
-    """Rows of the class weights that got a gradient since the sampler last saw them."""
+    """Rows of the class weights that got a gradient since the sampler last read them."""
 
     def __init__(self) -> None:
         # None: all rows. Gradients may arrive several times before the weights change.
         self.touched: list[Tensor] | None = None
-        # What the weights' counter of changes was when the sampler saw them.
+        # The weights' version counter when the sampler read them.
         self.version = -1
         # A few rows that got a gradient, as they were: fused optimisers change weights without counting it.
         self.witness: tuple[Tensor, Tensor] | None = None
         # Changes of the weights since the last refresh.
         self.behind = 0
-        # What the counter was when a search last saw the rows that wait.
+        # The version counter when a search last read the rows that wait.
         self.searched = -1
 
     def touch(self, rows: Tensor, weight: Tensor) -> None:
@@ -51,8 +51,8 @@ class Follower:
     def follow(self, sampler: Sampler, weight: Tensor, bias: Tensor | None, step: int, tracked: bool) -> bool:
         """Update the sampler if the weights changed, and return whether they did.
 
-        ``tracked`` says whether only rows with a gradient of this layer can change.
-        Weights without gradients count as changed, so that a sampler can learn from queries.
+        ``tracked``: whether only rows with a gradient of this layer can change.
+        Weights without gradients count as changed, so that a sampler can adapt to queries.
         """
         known = version(weight) == self.version and self.touched is not None and weight.requires_grad
         if known and (self.witness is None or _unchanged(weight.detach(), *self.witness)):

@@ -19,31 +19,31 @@ from .shard import Shard
 class SampledSoftmax(Counters, Resumable):
     """A linear layer and its cross entropy over many classes, trained on a sample of them.
 
-    In training, `forward` returns the sampled softmax loss with corrected logits (eq. 2 of the paper): each example
-    sees its positive class and some negatives. In ``eval()`` it returns the exact loss over all classes.
-    It stands where `torch.nn.LinearCrossEntropyLoss` would.
+    In training, `forward` returns the sampled softmax loss with corrected logits (eq. 2 of the paper): each example is
+    compared with its positive class and some negatives. In ``eval()`` it returns the exact loss over all classes.
+    It takes the place of `torch.nn.LinearCrossEntropyLoss`.
 
     Args:
         in_features: size of the query, d.
         num_classes: n, at least 2.
         sampler: a name, a subclass of `samplers.Sampler`, or an object of one. `samplers.table` lists the names.
-        num_samples: number of sampled negatives that every example is compared with, m: drawn for each example
-            (default: 64), or drawn once and shared by the batch if the sampler's scope is ``"batch"`` (default: 4096).
-            The ``own`` negatives of ``"blocks"`` come on top.
-        tolerance: instead of ``num_samples``: the bias of the loss in nats, such as 0.02, that the layer may have. It
-            measures its bias (see `diagnostics`) as it trains, and adapts ``num_samples`` and the sampler's ``own``.
-        prediction: ``"softmax"`` for p ∝ exp(o); ``"absolute"`` for p ∝ exp(|o|), which suits the symmetric kernels
+        num_samples: m, the number of sampled negatives that every example is compared with. The default is 64 if the
+            sampler draws per example. It is 4096 if the scope is ``"batch"``: one draw that the batch shares.
+            ``"blocks"`` adds its ``own`` negatives.
+        tolerance: instead of ``num_samples``: the largest bias of the loss in nats, such as 0.02. The layer measures
+            its bias (see `diagnostics`) as it trains, and adapts ``num_samples`` and the sampler's ``own``.
+        prediction: ``"softmax"`` for p ∝ exp(o). ``"absolute"`` for p ∝ exp(|o|), which suits the symmetric kernels
             ``"quadratic"`` and ``"quartic"``.
         bias: whether logits have a learned offset per class.
-        sparse: whether gradients of ``weight`` and ``bias`` are sparse tensors (coalesced) that hold only the rows
-            drawn. The optimisers in `manyclass.optim` take them, and torch's SGD, Adagrad and SparseAdam do.
+        sparse: whether gradients of ``weight`` and ``bias`` are coalesced sparse tensors of the drawn rows. The
+            optimisers in `manyclass.optim` take them, and so do torch's SGD, Adagrad and SparseAdam.
         reduction: ``"mean"`` over the targets that are not ignored, ``"sum"`` or ``"none"``.
         ignore_index: a target to leave out. If all are left out, or the batch is empty, the loss is 0.
         embedding: an ``nn.Embedding(num_classes, in_features)`` whose weight is used: tied input and output weights.
             Its ``sparse`` must equal ``sparse``.
         classes: instead of a table: a module that maps class ids ``(k,)`` to embeddings ``(k, in_features)``, such as
-            an item tower. A step encodes its targets and negatives, each once. The sampler, ``eval()``, `log_prob` and
-            `topk` read a cache of the last known embeddings, which `refresh` brings up to date.
+            an item tower. A step encodes each of its targets and negatives once. The sampler, ``eval()``, `log_prob`
+            and `topk` read a cache of the last known embeddings, which `refresh` brings up to date.
         chunk_size: how many classes ``classes`` encodes at a time. The backward pass encodes each chunk again, to save
             memory.
         cosine: a `Cosine`: logits are cosines times a scale, with a margin in training if it has one.
@@ -51,13 +51,13 @@ class SampledSoftmax(Counters, Resumable):
         dtype: of the parameters; with ``classes``, of the cache. Logits and losses are computed in float32 at least,
             also under autocast.
         shard: the classes that this process holds; default: all of them.
-        validate: whether to check the values of arguments. On devices other than the CPU the host has to wait for that.
+        validate: whether to check the values of arguments. On devices other than the CPU the host waits for the check.
         sampler_options: options of a sampler given by name or class; `samplers.options` lists them.
 
     Shape:
         - Input: ``(*batch, in_features)``
-        - Target: ``(*batch)``, integer, in ``[0, num_classes)`` or ``ignore_index``; or ``(*batch, k)``: one loss for
-          each of an example's targets, none of which is a negative for it
+        - Target: ``(*batch)``, integer, in ``[0, num_classes)`` or ``ignore_index``. Or ``(*batch, k)``: one loss per
+          target. None of an example's targets is a negative for it.
         - Output: scalar, or the shape of the target if ``reduction="none"``
 
     Example:
@@ -143,7 +143,7 @@ class SampledSoftmax(Counters, Resumable):
         return self._sampled_losses(query, target, context, generator, observe=not again)
 
     def _begin_step(self, query: Tensor, target: Tensor, context: Tensor | None) -> None:
-        """Bring the sampler and the number of negatives up to date, and remember the batch."""
+        """Bring the sampler and the number of negatives up to date, and keep the batch for `diagnostics`."""
         self.monitor.begin(query.detach(), target, context)
         self.sampler.begin(target if target.dim() == 1 else target[target >= 0])
         if self.cache is not None:
@@ -189,8 +189,8 @@ class SampledSoftmax(Counters, Resumable):
     def refresh(self) -> None:
         """Bring all statistics of an adaptive sampler up to date with the class weights, O(n·d·log n).
 
-        With ``classes`` it first encodes all classes. Training does both in passing. Call it after you have changed
-        weights yourself, once before serving with ``topk(…, probe=…)``, and with ``classes`` before evaluation.
+        With ``classes`` it first encodes all classes. Training refreshes gradually. Call this after changing weights
+        outside of training, once before serving with ``topk(…, probe=…)``, and with ``classes`` before evaluation.
         """
         super().refresh()
         self.follower.refresh(self.sampler, self.weight, self.bias)
@@ -206,7 +206,7 @@ class SampledSoftmax(Counters, Resumable):
         if probe is None:
             return super().topk(input, k)
         if self.shard.ranks > 1:
-            raise ValueError("probe must be None: a sharded layer scores all classes, each rank its own")
+            raise ValueError("probe must be None: a sharded layer scores all classes")
         query = self._check_input(input)
         if self.follower.touched is None:
             self.refresh()
@@ -217,11 +217,11 @@ class SampledSoftmax(Counters, Resumable):
         return outputs - log_total.unsqueeze(-1), found.ids
 
     def diagnostics(self, examples: int = MEASURED) -> Diagnostics:
-        """Measure what the last training step paid for sampling; see `Diagnostics`.
+        """Measure bias, error and cost of sampling in the last training step; see `Diagnostics`.
 
-        Computes the exact loss over all classes of some examples of the last batch, evenly spaced, and compares it with
-        new draws, with the present class weights. Costs O(examples · n · d). Changes nothing. All ranks of a sharded
-        layer have to call it together, and get the same result.
+        Computes the exact loss of some examples of the last batch, evenly spaced, with the present class weights, and
+        compares it with new draws. Costs O(examples · n · d). Changes no state. All ranks of a sharded layer have to
+        call it together, and get the same result.
         """
         checks.positive_int("examples", examples)
         if not self.shard.total(self.monitor.size()):

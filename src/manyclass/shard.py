@@ -1,4 +1,4 @@
-"""The classes that a process holds, and how to combine results of all processes. Here one process holds all."""
+"""The classes that a process holds, and how to combine the results of all processes. Here one process holds all."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -79,7 +79,7 @@ class Shard:
         return rows, values
 
     def sum_gradients(self, rows: Tensor) -> Tensor:
-        """Return embeddings that an encoder made, whose gradients shall become the sum over shards of an encoder's."""
+        """Return an encoder's embeddings, so that its gradient becomes the sum over shards."""
         return rows
 
     def sees_all_gradients(self) -> bool:

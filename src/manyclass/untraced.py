@@ -1,4 +1,4 @@
-"""Functions that `torch.compile` leaves alone."""
+"""Exclude functions from `torch.compile`."""
 
 import functools
 from collections.abc import Callable
@@ -10,9 +10,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def untraced(function: Function) -> Function:
-    """Keep the compiler out of a function: a compiled caller has one graph break there.
+    """Exclude a function from compilation: a compiled caller has one graph break there.
 
-    `torch.compiler.disable` does the same, but imports the compiler at once, which takes as long as importing torch.
+    `torch.compiler.disable` does the same, but imports the compiler immediately, which takes as long as importing
+    torch.
     """
     # Imports the compiler when it is called.
     hidden = torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage]
