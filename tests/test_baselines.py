@@ -124,7 +124,7 @@ def test_a_tree_learns():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({}, ValueError, "one of both"),
+        ({}, ValueError, "give either counts"),
         ({"counts": torch.ones(5)}, ValueError, r"counts must have shape \(23,\), got \(5,\)"),
         ({"counts": -torch.ones(N)}, ValueError, "counts must be finite and not negative"),
         ({"embeddings": torch.ones(N)}, ValueError, r"embeddings must have shape \(23, columns\)"),

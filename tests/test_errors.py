@@ -50,7 +50,7 @@ REFUSED = [
     (lambda: head(sampler="quadratic", beta=1), TypeError, "no option 'beta': its options are alpha"),
     (lambda: head(sampler=samplers.Uniform(9), alpha=2.0), TypeError, "unknown arguments alpha"),
     (lambda: head(label_smoothing=0.1), TypeError, "does not take label_smoothing: smoothed targets need"),
-    (lambda: head(weight=torch.ones(9)), TypeError, "does not take weight: for class weights take reduction='none'"),
+    (lambda: head(weight=torch.ones(9)), TypeError, "does not take weight: for class weights use reduction='none'"),
     (lambda: head(ignore_index=None), TypeError, "ignore_index must be an int, got None"),
     (lambda: head(bias=2), TypeError, "bias must be a bool, got 2"),
     (lambda: head(sparse="yes"), TypeError, "sparse must be a bool, got 'yes'"),

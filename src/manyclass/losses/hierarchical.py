@@ -16,7 +16,7 @@ from ..shard import Tables
 
 
 class Paths(NamedTuple):
-    """Decisions on the way from the root of a binary tree to each class, root first, one class after the other."""
+    """The decisions from the root of a binary tree to each class, root first, class by class."""
 
     #: Inner nodes, shape ``(decisions,)``, in ``[0, num_classes − 1)``.
     node: Tensor
@@ -62,7 +62,7 @@ class HierarchicalSoftmax(Head):
         for name in options.keys() - set(allowed):
             raise TypeError(f"HierarchicalSoftmax does not take {name}: its options are {', '.join(allowed)}")
         if (counts is None) == (embeddings is None):
-            raise ValueError("give counts for a Huffman tree, or embeddings for a tree of halves: one of both")
+            raise ValueError("give either counts, for a Huffman tree, or embeddings, for a tree of halves")
         super().__init__(in_features, num_classes, sparse=sparse, **options)
         given = cast(Tensor, embeddings if counts is None else counts)
         name = "embeddings" if counts is None else "counts"
@@ -156,7 +156,7 @@ class HierarchicalSoftmax(Head):
 
 
 def huffman(counts: Tensor) -> Paths:
-    """Build the tree with the shortest mean path, by merging the two rarest sets again and again. O(n·log n)."""
+    """Build the tree with the shortest mean path, by repeatedly merging the two rarest sets. O(n·log n)."""
     leaves = len(counts)
     order = counts.argsort(stable=True).tolist()
     mass, parent, side = counts.double().tolist(), [0] * (2 * leaves - 1), [0] * (2 * leaves - 1)
@@ -181,7 +181,7 @@ def huffman(counts: Tensor) -> Paths:
 
 
 def halves(embeddings: Tensor) -> Paths:
-    """Build a balanced tree whose nodes part class vectors across the direction that parts them best."""
+    """Build a balanced tree whose nodes halve class vectors across the direction that separates them best."""
     n = len(embeddings)
     borders = [0, n]
     for _ in range(math.ceil(math.log2(n))):
@@ -201,7 +201,7 @@ def halves(embeddings: Tensor) -> Paths:
 
 
 def _ragged(steps: list[tuple[Tensor, Tensor, Tensor]]) -> Paths:
-    """Put together node, side and existence of the k-th decision of all classes."""
+    """Return node, side and existence of the k-th decision of all classes."""
     node, side, there = (torch.stack(part, dim=1) for part in zip(*steps, strict=True))
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), there.sum(dim=1).cumsum(0)])
     return Paths(node[there], side[there].to(torch.int8), offsets)

@@ -14,9 +14,9 @@ class NoiseContrastive(SampledLoss):
     """Tell the target from noise: logistic regression with the known counts of the noise.
 
     ``loss = −ln σ(s_y − ln m·q_y) − Σ_k ln σ(ln m·q_k − s_k)``, where k runs over m draws from q and s = o − ln n.
-    The optimum is exp(s) = p for any q > 0, so outputs normalise themselves: Z = n. The constant ln n changes no
-    softmax, and makes a new layer, with outputs near 0, normalised from the start. Noise may be the target: it comes
-    from q itself, not from q without the target. Cost O(m·d) per example.
+    The optimum is exp(s) = p for any q > 0, so outputs normalise themselves: Z = n. The constant ln n does not change
+    the softmax. With it, a new layer with outputs near 0 is normalised. Noise may include the target, since it comes
+    from q itself, not from q restricted to other classes. Cost O(m·d) per example.
 
     Gutmann and Hyvärinen, Noise-contrastive estimation (AISTATS 2010); Mnih and Teh, A fast and simple algorithm for
     training neural probabilistic language models (ICML 2012).

@@ -13,7 +13,7 @@ class NegativeSampling(SampledLoss):
     ``loss = −ln σ(o_y) − Σ_k ln σ(−o_k)``, where k runs over the negatives, which are never the target. Any sampler
     will do, as its counts are not used. The optimum is not p: with m draws from q for each example
     exp(o_i) = p_i / (m · Σ_{y≠i} p_y·q_i/(1 − q_y)), about p_i/(m·q_i). So the softmax of the outputs is wrong by
-    about the factor q, and its exact loss in ``eval()`` says so; rankings suit tasks where frequent classes should not
+    about the factor q, and the exact loss in ``eval()`` is large. Rankings suit tasks where frequent classes should not
     win by frequency alone. Cost O(m·d) per example.
 
     Mikolov, Sutskever, Chen, Corrado and Dean, Distributed representations of words and phrases and their

@@ -18,9 +18,9 @@ class ScalableCrossEntropy(Head):
     Each bucket is a random combination of the batch's queries. It takes the ``bucket_queries`` queries and the
     ``bucket_classes`` classes with the largest products with it, without gradients. The loss of a query is the largest
     over its buckets of ``−o_y + ln(exp(o_y) + Σ_{i in bucket, i ≠ y} exp(o_i))``; a query in no bucket has the loss 0.
-    It is a lower bound of the exact loss: the mass of all other classes is missing and nothing stands for it. So the
-    bias is the log of the share of the mass that the bucket holds, and it is small only where the predictions of a
-    batch are peaked and alike. Cost O(n·d) per bucket to rank the classes, O(d) for each pair in a bucket.
+    It is a lower bound of the exact loss, since it lacks the mass of all other classes. So the bias is the log of the
+    share of the mass that the bucket holds. It is small only if the predictions of a batch are peaked and alike. Cost
+    O(n·d) per bucket to rank the classes, O(d) for each pair in a bucket.
 
     Mezentsev, Gusak, Oseledets and Frolov, Scalable cross-entropy loss for sequential recommendations with large item
     catalogs (RecSys 2024).

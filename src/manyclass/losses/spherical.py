@@ -8,15 +8,16 @@ from torch import Tensor, nn
 from .. import checks
 from .quadratic import QuadraticSoftmax
 
-# Beyond these singular values of U the factors are multiplied out, and after this many steps in any case: rounding.
+# Rounding errors grow with the condition of U. Beyond this singular value, or after this many steps, U is merged into
+# V.
 SMALLEST, LARGEST, STEPS = 1e-2, 1e2, 1000
 
 
 class SphericalSoftmax(QuadraticSoftmax):
     """p_i ∝ o_i² + ε. Scores all classes; `SphericalUpdate` does not.
 
-    The loss is large, ln(1/ε), for a target with o = 0, and its gradient vanishes there: a new layer with small outputs
-    learns slowly, and a class has the same probability for o and −o.
+    For a target with o = 0 the loss is large, ln(1/ε), but its gradient vanishes. So a new layer with small outputs
+    learns slowly. A class has the same probability for o and −o.
 
     Vincent, de Brébisson and Bouthillier, Efficient exact gradient update for training deep networks with very large
     sparse targets (NIPS 2015); de Brébisson and Vincent (ICLR 2016).
@@ -41,9 +42,9 @@ class SphericalUpdate(nn.Module):
     """Class weights W = V·U under the spherical loss, with exact SGD steps whose cost does not depend on n.
 
     The loss ln(hᵀQh + n·ε) − ln(o_y² + ε), with Q = WᵀW, needs Q and one row. The gradient by W is W times a d × d
-    matrix, which is taken up by U, and changes in the rows of the targets, which are taken up by V through U⁻¹. A step
-    costs O(b·d² + d³) for b examples. The result is that of SGD on the full loss. U loses its condition in time: if a
-    singular value leaves [1/100, 100], and every 1000 steps, V ← V·U and U ← 1 in O(n·d²), and Q is computed again.
+    matrix, which changes U, plus changes in the rows of the targets, which change V through U⁻¹. A step costs
+    O(b·d² + d³) for b examples. The result is that of SGD on the full loss. U becomes ill-conditioned over time. If a
+    singular value leaves [1/100, 100], and every 1000 steps, V ← V·U and U ← 1 in O(n·d²), and Q is recomputed.
     U and Q are in float64.
 
     Args:
