@@ -10,7 +10,7 @@ from .rows import RowUpdate
 
 
 class AdamRows(Rows):
-    """What `AdamW` and `Adam` share."""
+    """The common base of `AdamW` and `Adam`."""
 
     _dense_only = Rows._dense_only | {"amsgrad": "maxima of second moments are not kept"}
     _first, _second = "exp_avg", "exp_avg_sq"
@@ -79,7 +79,7 @@ class Adam(AdamRows, torch.optim.Adam):  # pyright: ignore[reportIncompatibleMet
     """`torch.optim.Adam` for dense and sparse gradients.
 
     Args:
-        params: as for `AdamW`, which the other arguments are, too.
+        params: as for `AdamW`.
         lr: learning rate.
         betas: decay of the first and the second moments.
         eps: added to the root of the second moment.

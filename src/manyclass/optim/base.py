@@ -1,7 +1,7 @@
-"""What the optimisers share: which parameters are updated by rows, and how.
+"""The base of the optimisers: which parameters are updated by rows, and how.
 
-Dense gradients take torch's own path, with its state and options. A sparse gradient changes only the rows in it, and
-what they have missed comes first; docs/optimisers.md says what that means.
+Dense gradients are left to torch, with its state and options. A sparse gradient changes only the rows in it, after
+these rows have caught up with the steps that they missed. See docs/optimisers.md.
 """
 
 import math
@@ -24,20 +24,20 @@ EVERY_ROW = "it would give every row a gradient"
 
 
 class Rows(Optimizer):
-    """What the optimisers share: which parameters are updated by rows, and how."""
+    """Update parameters with sparse gradients by rows, and leave the others to torch."""
 
     #: Options that only dense gradients allow, and why.
     _dense_only: ClassVar[dict[str, str]] = {
         "capturable": "rows are counted on the host",
         "differentiable": "the update is not part of the graph",
-        "fused": "rows have a kernel of their own",
+        "fused": "rows are updated by another kernel",
     }
     #: Names of the moments in torch's state.
     _first: str | None = None
     _second: str | None = None
 
     def _set_rowwise(self, rowwise: bool) -> None:
-        """Give all parameter groups ``rowwise``, an option that torch's constructor does not know."""
+        """Add the option ``rowwise`` to all parameter groups, since torch's constructor refuses it."""
         self.defaults["rowwise"] = checks.boolean("rowwise", rowwise)
         for group in self.param_groups:
             checks.boolean("rowwise", group.setdefault("rowwise", rowwise))
@@ -104,7 +104,7 @@ class Rows(Optimizer):
         """Complete the rows that still wait for momentum and weight decay, O(n·d).
 
         Call it before you evaluate or export the weights. Training can continue after it. A checkpoint does not need
-        it: the state knows what each row waits for.
+        it, since the state includes the pending updates.
         """
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -113,7 +113,7 @@ class Rows(Optimizer):
                     lazy.flush(*self._tables(parameter), state, self._row_update(group, int(state["step"])))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave; torch casts all of it to the parameter's dtype, but steps and sums stay."""
+        """Load a `state_dict`. torch casts it to the parameter's dtype, except steps and sums."""
         super().load_state_dict(state_dict)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]

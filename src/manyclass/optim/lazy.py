@@ -1,8 +1,8 @@
-"""What rows without gradients miss, and how they catch up: later, and exactly.
+"""Exact lazy updates of rows without gradients.
 
-A dense optimiser changes every row in every step: moments shrink, momentum carries the row on, and its weights decay.
-Here a row waits for its next gradient, or for `flush`. It remembers the step up to which it is complete. Two sums, kept
-for every step, then tell what it has missed, whatever the learning rates were.
+A dense optimiser changes every row in every step: moments shrink, momentum moves the row, and its weights decay. Here a
+row waits for its next gradient, or for `flush`, and stores the last step that it has applied. Two sums per step then
+give the exact change that it has missed, for any learning rates.
 """
 
 import math
@@ -17,18 +17,18 @@ from .rows import RowUpdate, update_rows_
 # The first sum is the log of the product of all weight decays up to the step. The second is how far momentum has since
 # carried a row that had its last gradient in this step, as a multiple of first/√second, before decay.
 ROW_STEP, HISTORY = "row_step", "history"
-# Momentum is followed until it has shrunk to this.
+# Momentum below this share of its start is ignored.
 NEGLIGIBLE = 1e-9
-# Smaller decays are 0, so that no moment becomes a denormal number, which processors are slow with.
+# Smaller decays are set to 0, so that no moment becomes a denormal number, which is slow to compute with.
 SMALLEST = 1e-20
-# Steps that there is room for at first.
+# Steps that the sums have room for at first.
 CAPACITY = 1024
 # Rows that `flush` takes at a time.
 CHUNK = 16_384
 
 
 def start(state: dict[str, Any], rows: int, device: torch.device) -> None:
-    """Begin to keep what rows miss; up to the last step they are complete."""
+    """Start the sums. All rows are complete up to the last step."""
     done = int(state["step"]) - 1
     state[ROW_STEP] = torch.full((rows,), done, dtype=torch.int32, device=device)
     state[HISTORY] = torch.zeros(2, 2 * done + CAPACITY, dtype=torch.float64, device=device)
@@ -52,7 +52,7 @@ def catch_up(state: dict[str, Any], rows: Tensor, update: RowUpdate, like: Tenso
 
 
 def open_step(state: dict[str, Any], update: RowUpdate) -> None:
-    """Note the weight decay of this step."""
+    """Record the weight decay of this step."""
     step = int(state["step"])
     if step == state[HISTORY].shape[1]:
         state[HISTORY] = torch.cat([state[HISTORY], torch.zeros_like(state[HISTORY])], dim=1)
@@ -61,7 +61,7 @@ def open_step(state: dict[str, Any], update: RowUpdate) -> None:
 
 
 def close_step(state: dict[str, Any], update: RowUpdate) -> None:
-    """Note how far momentum carried, in this step, the rows that had their last gradient before it."""
+    """Record how far momentum moves rows in this step that had their last gradient earlier."""
     shrink = update.decay1 / math.sqrt(update.decay2)
     if not 0 < shrink < 1:
         return

@@ -10,7 +10,7 @@ from .rows import RowUpdate
 
 
 class Adagrad(Rows, torch.optim.Adagrad):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """`torch.optim.Adagrad` with a native kernel for sparse gradients. Its rows have nothing to catch up with.
+    """`torch.optim.Adagrad` with a native kernel for sparse gradients. Rows without gradients do not change.
 
     Args:
         params: what to optimise, as for torch; the arguments down to ``eps`` are torch's, too.
@@ -59,7 +59,7 @@ class SGD(Rows, torch.optim.SGD):  # pyright: ignore[reportIncompatibleMethodOve
 
     _dense_only = Rows._dense_only | {
         "dampening": "the first gradient of a row would be dampened",
-        "nesterov": "rows know plain momentum only",
+        "nesterov": "rows support plain momentum only",
     }
     _first = "momentum_buffer"
 

@@ -9,9 +9,9 @@ from .. import ops
 
 
 class RowUpdate(NamedTuple):
-    """What a step does to a row.
+    """The coefficients of a step on rows.
 
-    A row without a first moment takes the gradient for it, one without a second moment takes 1.
+    Without a first moment the gradient takes its place. Without a second moment it is 1.
     """
 
     rate: float
