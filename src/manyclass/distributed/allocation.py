@@ -1,4 +1,4 @@
-"""How many of ``num_samples`` each rank draws."""
+"""Allocation of ``num_samples`` to the ranks."""
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ def allocate(
 ) -> Tensor:
     """Divide ``units`` between the ranks by their shares, at least one each: shape ``(ranks, k)``, int64.
 
-    One each keeps the estimate of the whole sum unbiased; the others go by the largest remainder.
+    One per rank keeps the estimate unbiased. The others follow the largest remainder method.
     """
     ranks = len(share)
     total = share.double().sum(dim=0)

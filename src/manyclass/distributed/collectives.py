@@ -18,7 +18,7 @@ observer: Callable[[str, int], object] | None = None
 
 
 class LostContactError(RuntimeError):
-    """Another process died, hangs, or does not take part in a step."""
+    """Another process died, hangs, or did not join a collective call."""
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def together(what: str, group: dist.ProcessGroup, sent: Tensor | None = None):
         reason = re.sub(r"^\[\S*\] ", "", str(error).strip().splitlines()[0]).split(". ")[0]
         raise LostContactError(
             f"rank {dist.get_rank(group)} of {dist.get_world_size(group)} lost contact while it exchanged {what}: "
-            f"another process died, hangs, or did not take part in this step ({reason})"
+            f"another process died, hangs, or did not join this step ({reason})"
         ) from error
 
 
@@ -111,7 +111,7 @@ class _Queries(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        # What comes back from `_Exchange` was divided by the number of ranks; a query belongs to one rank only.
+        # `_Exchange` divides gradients by the number of ranks, but a query belongs to one rank only.
         found = to_owners(grads[0], ctx.rows, ctx.group, "gradients of the queries")
         return found.sum(dim=0) * len(ctx.rows), None, None, None
 

@@ -16,14 +16,14 @@ SWEEP = ("cursor", "round_began", "flushed")
 
 
 class ShardedSampledSoftmax(SampledSoftmax):
-    """`SampledSoftmax` with the classes sharded over processes: each holds, samples and learns its part of them.
+    """`SampledSoftmax` with the classes sharded over processes.
 
-    Every rank calls it with its own examples, as many as it has, or none. The queries of all ranks are gathered, each
-    rank draws negatives from its own classes (its stratum), and the log-sum-exps of the strata are combined. All
-    ranks have to take part in every call and in every backward pass.
+    Every rank calls it with its local examples, which may be none. The queries of all ranks are gathered. Each rank
+    draws negatives from the classes of its shard, which is a stratum. Then the log-sum-exps of the strata are combined.
+    All ranks have to join every call and every backward pass.
 
-    The loss is that of this rank's examples. Gradients of the queries are those of this rank's loss; gradients of the
-    class weights are the mean over ranks, which is what `DistributedDataParallel` makes of all other gradients. An
+    The loss is that of this rank's examples. Gradients of the queries are those of this rank's loss. Gradients of the
+    class weights are the mean over ranks, as `DistributedDataParallel` computes it for all other parameters. An
     encoder (``classes``) exists on every rank and encodes this rank's classes. Its gradients have to be averaged over
     ranks, so it must be in what `data_parallel` wraps. With
     ``reduction="mean"`` the mean over ranks of the losses is the mean over the examples of all ranks, also if some
@@ -32,19 +32,19 @@ class ShardedSampledSoftmax(SampledSoftmax):
     Args:
         in_features: size of the query, d.
         num_classes: n, of all ranks together. Rank r of R holds the classes from ``r·⌈n/R⌉`` on, at least two.
-        sampler: a name or a class as in `SampledSoftmax`, or an object for this rank's classes. A class of yours says
-            in `samplers.Sampler.restrict` which options a range of the classes needs.
+        sampler: a name or a class as in `SampledSoftmax`, or an object for this rank's classes. Another class defines
+            the options for a range of classes in `samplers.Sampler.restrict`.
         num_samples: number of sampled negatives that every example is compared with, as in `SampledSoftmax`. Each rank
             draws a part of them, at least one.
-        mesh: the ranks: a process group, a 1-D `DeviceMesh`, or a 2-D one of data × classes, whose second dimension
-            shards the classes while the first replicates them; default: all processes.
-        split: ``"even"`` draws as many negatives from each shard; ``"mass"`` draws by the shards' masses, as far as the
-            sampler knows them: one further number per example and rank is exchanged.
+        mesh: the ranks: a process group, a 1-D `DeviceMesh`, or a 2-D one of data × classes. The second dimension
+            shards the classes, and the first replicates them. Default: all processes.
+        split: ``"even"`` draws the same number of negatives from each shard. ``"mass"`` draws by the shards' masses, if
+            the sampler can tell them, and exchanges one further number per example and rank.
         options: the other arguments of `SampledSoftmax`, but no tied weights (``embedding``). ``counts`` and ``pairs``
             are those of all classes; ``own`` and ``probe`` are divided between the ranks.
 
     `state_dict` has the class weights as `DTensor` for `torch.distributed.checkpoint`, which loads them on any number
-    of ranks, and nothing of the sampler, which is rebuilt from them.
+    of ranks. The sampler is not in it, since it is rebuilt from them.
     """
 
     shard: RankShard
@@ -90,9 +90,9 @@ class ShardedSampledSoftmax(SampledSoftmax):
 
 
 class ShardedFullSoftmax(FullSoftmax):
-    """The exact loss over all classes in training, too. Cost O(n·d) for each example, shared by the ranks.
+    """The exact loss over all classes, in training, too. O(n·d) per example, divided between the ranks.
 
-    Takes the arguments of `ShardedSampledSoftmax` that have nothing to do with sampling. Gradients are dense.
+    Takes the arguments of `ShardedSampledSoftmax` that do not concern sampling. Gradients are dense.
     """
 
     shard: RankShard

@@ -17,9 +17,9 @@ from .head import ShardedSampledSoftmax
 def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
     """Wrap a model that contains sampled layers in `DistributedDataParallel`.
 
-    Sharded class weights stay each rank's own, and no rank sends its sampler's statistics to the others at every step:
-    each finds them from the class weights. Sparse gradients are gathered, with any backend, by a communication hook,
-    so that a model that has them takes no other hook. ``options`` are those of `DistributedDataParallel`.
+    Sharded class weights are not synchronised. Sampler statistics are not broadcast, since each rank derives them from
+    the class weights. A communication hook gathers sparse gradients with any backend, so a model with sparse gradients
+    takes no other hook. ``options`` are those of `DistributedDataParallel`.
     """
     ignored = []
     for prefix, layer in model.named_modules():
@@ -41,8 +41,8 @@ def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
 def _mean(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:  # pyright: ignore
     """Return the mean over ranks of a bucket of gradients.
 
-    Not by torch's all-reduce where they are sparse: released NCCLs have none, and gloo's can crash. Its two threads
-    note the name of what they did last in one string, without a lock, and this name is too long to be kept in place.
+    Sparse gradients do not use torch's all-reduce. Released versions of NCCL have no sparse one. That of gloo can
+    crash: its two threads write the name of their last operation to one string without a lock.
     """
     grad = bucket.buffer()
     if not grad.is_sparse:

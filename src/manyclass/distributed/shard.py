@@ -20,7 +20,7 @@ from ..shard import Examples, Shard, Tables
 from . import collectives, stratum
 from .allocation import SPLITS, allocate, even
 
-# Rows of the class weights that one random seed initialises, so that they do not depend on the number of ranks.
+# Rows of the class weights per random seed, so that initial values do not depend on the number of ranks.
 SEEDED = 4096
 
 
@@ -200,7 +200,7 @@ def _check_parallel() -> None:
         ours = {name for name, parameter in active.module.named_parameters() if hasattr(parameter, "shard_group")}
         if not ours <= set(active.parameters_to_ignore):
             raise ValueError(
-                "DistributedDataParallel must not own the sharded class weights: wrap the trunk only, or the whole "
+                "DistributedDataParallel must not hold the sharded class weights: wrap the trunk only, or the whole "
                 "model with manyclass.distributed.data_parallel"
             )
 
