@@ -44,7 +44,7 @@ def plot(runs: Sequence[Run], file: Path) -> None:
 
 
 def write(runs: Sequence[Run], file: Path) -> None:
-    """Write one HTML page that needs nothing else: table, curves, evaluations, settings."""
+    """Write one self-contained HTML page: table, curves, evaluations, settings."""
     names = _labels(runs)
     title, caveat = _title(runs), _caveat(runs)
     figure = curves.draw(title, _legend(runs), _panels(runs))
@@ -66,7 +66,7 @@ def write(runs: Sequence[Run], file: Path) -> None:
     parts.append(page.element("h2", "Settings"))
     if len(runs) > 1:
         parts.append(
-            page.element("p", "Rows with a ● differ between the runs; in the others one value stands for all.")
+            page.element("p", "Rows with a ● differ between the runs. The others have one value for all runs.")
         )
     parts.append(page.comparison(names, _side_by_side([run.config["settings"] for run in runs])))
     rest = [{key: value for key, value in run.config.items() if key != "settings"} for run in runs]
@@ -171,7 +171,7 @@ def _summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
         "loss": lambda run: f"{run.loss:.3f}" if math.isfinite(run.loss) else DIVERGED,
         "perplexity": lambda run: _number(_perplexity(run.loss)) if run.task == "lm" else NONE,
     }
-    # The page has all measures; here there is room for three, at the largest cut-off that all evaluated runs have.
+    # The table has room for three measures, at the largest cut-off that all evaluated runs have. The page has all.
     cutoffs = [{name.partition("@")[2] for name in run.measures if name.startswith("recall@")} for run in runs]
     common = set.intersection(*filter(None, cutoffs)) if any(cutoffs) else set()
     largest = max(map(int, common), default=0)
@@ -196,7 +196,7 @@ def _negatives(run: Run) -> str:
     kind = samplers.named(run.sampler) if run.sampler in samplers.names() else samplers.Sampler
     scope, default = settings.get("scope") or kind.scope, samplers.options(kind).get("own")
     own = ""
-    if default and settings.get("tolerance") is None:  # else own negatives follow the shared ones
+    if default and settings.get("tolerance") is None:  # else they follow the pool
         own = f"{settings.get('own') or default} each, "
     return f"{own}{number:.0f} {'shared' if scope == 'batch' else 'each'}"
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours for all kinds of colour vision, less yellow, which white paper swallows, and black. The
-# numbers of colours and of shapes have no common factor: up to 42 curves differ.
+# The colours of Okabe and Ito, which colour-blind readers can distinguish, without black and without yellow, which is
+# hard to see on white. The numbers of colours and of shapes have no common factor, so up to 42 curves differ.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#888888")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES = ((None, None), (7, 3), (2, 2), (9, 3, 2, 3), (14, 4), (4, 6))

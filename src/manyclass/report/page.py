@@ -1,4 +1,4 @@
-"""Parts of a self-contained HTML page. Text comes in as it is and is escaped here."""
+"""Parts of a self-contained HTML page. All text is escaped here."""
 
 import base64
 from collections.abc import Sequence

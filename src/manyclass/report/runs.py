@@ -1,4 +1,4 @@
-"""What a run's folder holds: settings, evaluations and curves."""
+"""Read a run's folder: settings, evaluations and curves."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from ..train import run as train
 
 @dataclass
 class Run:
-    """What a run directory holds.
+    """The contents of a run's folder.
 
     Attributes:
         folder: the directory, absolute.
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def measures(self) -> dict[str, Any]:
-        """What `manyclass evaluate` found of that checkpoint; empty if it found it of another one."""
+        """The measures of `manyclass evaluate` for that checkpoint; empty if it evaluated another one."""
         found = {key: value for key, value in (self.evaluation or {}).items() if not isinstance(value, dict)}
         return found if found.get("step", self.row["step"]) == self.row["step"] else {}
 
@@ -77,7 +77,7 @@ class Run:
 
 
 def load(folder: Path) -> Run:
-    """Read a run directory; an error names the file and says what is wrong with it."""
+    """Read a run's folder; an error names the file and its defect."""
     found = train.Run(folder.resolve())
     config = found.config()
     rows = [
