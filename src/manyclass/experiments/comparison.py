@@ -45,12 +45,12 @@ METHODS: dict[str, str] = {
     "two_pass": "--sampler two_pass --num-samples 64",
     "fourier": "--sampler fourier --num-samples 64",
 }
-#: Whose class vectors make the tree of a method. It is trained first, and that time does not count.
+#: The method whose class vectors make the tree of another. It is trained first, and its time is not included.
 TREES = {"hierarchical bisection": "blocks"}
 #: Left out by default: its draws are not native, and take seconds per step with tens of thousands of classes.
 SLOW = ("fourier",)
 DATASETS = ("ptb", "diginetica", "synth")
-#: The presets of `reproduce` that have the settings, and shorter runs for quick ones: more than 20 methods take part.
+#: The presets of `reproduce` with the settings. Quick runs are shorter here, since there are more than 20 methods.
 PRESETS = {"quick": "quick", "full": "paper"}
 QUICK = {
     "ptb": "--steps 200 --evaluations 5 --eval-examples 2000",
@@ -170,7 +170,7 @@ def write(results: Sequence[Result], out: Path) -> None:
 
 
 def read(out: Path) -> dict[Trial, Result]:
-    """Read what `write` wrote, which may come from several sessions."""
+    """Read the CSV files of `write`, which may hold the results of several sessions."""
     curves: dict[Trial, list[tuple[float, float]]] = {}
     for trial, (seconds, loss) in _lines(out / CURVES, CURVES_HEADER):
         curves.setdefault(trial, []).append((seconds, loss))

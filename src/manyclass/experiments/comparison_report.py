@@ -12,11 +12,11 @@ from . import reproduce
 from .comparison import CURVES, CUTOFF, FILE, METHODS, Result, read
 from .reproduce import BLOCKS, FULL
 
-#: Times are measured up to held-out losses of so many nats above the end of the full softmax.
+#: Times are measured until the held-out loss is within this many nats of the full softmax at its end.
 NEAR = (0.5, 0.1)
 #: Methods that end further above the full softmax are not in the plot.
 SHOWN = 1.5
-#: Colours of the lines to find first.
+#: Colours of the most important lines.
 STRONG = {FULL: "black", BLOCKS: "red"}
 #: Their outputs estimate no log probabilities, so the loss of the softmax of these outputs is in parentheses.
 NOT_NORMALISED = ("negative", "blackout")

@@ -8,7 +8,7 @@ from typing import Any
 from ..train.atomic import replacing
 from .reproduce import BLOCKS, DATASETS, FIXED, FULL, Curve, Point
 
-# Okabe and Ito's colours, told apart by colour-blind people, too.
+# The colours of Okabe and Ito, which colour-blind readers can distinguish.
 STYLES = {
     "uniform": ("#999999", "o"),
     "unigram": ("#E69F00", "s"),
@@ -54,7 +54,7 @@ def bias(curves: Sequence[Curve], file: Path, note: str) -> None:
             if finals:
                 axes.axhline(sum(finals) / len(finals), color="#444444", linestyle=dashes, label=label)
         numbers = sorted({curve.point.negatives for curve in own if curve.point.negatives})
-        axes.set(xscale="log", xlabel="negatives that an example sees, m", ylabel=_quality(name))
+        axes.set(xscale="log", xlabel="negatives per example, m", ylabel=_quality(name))
         axes.set_xticks(numbers, [str(number) for number in numbers])
         axes.minorticks_off()
         points = {f"{point.sampler}, m = {point.negatives}": point for point, _ in own}
@@ -162,7 +162,7 @@ def _figure(count: int, note: str) -> tuple[Any, list[Any]]:
 
 
 def _range(axes: Any, curves: Sequence[Curve], name: str, title: str, points: dict[str, Point]) -> None:
-    """Show what is near the full softmax; what ends above that is told in the title."""
+    """Limit the axis to losses near the full softmax, and list runs that end above in the title."""
     finals = {curve.point: _final(curve) for curve in curves if curve.point.dataset == name}
     best = min(value for point, value in finals.items() if point.sampler == FULL)
     if DATASETS[name].perplexity:

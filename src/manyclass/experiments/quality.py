@@ -124,7 +124,7 @@ def pairs(datasets: Sequence[str], optimizers: Sequence[str]) -> list[tuple[str,
 
 
 def trials(datasets: Sequence[str], optimizers: Sequence[str], samplers: Sequence[str], seeds: int) -> list[Trial]:
-    """List the runs so that those to compare come one after another."""
+    """List the runs, grouped so that runs to compare are adjacent."""
     return [
         Trial(dataset, sampler, optimizer, seed)
         for dataset, optimizer in pairs(datasets, optimizers)
@@ -382,7 +382,7 @@ def summarise(
 
 
 def headline(groups: Mapping[str, Sequence[Result]]) -> str:
-    """Say in a line how blocks end."""
+    """Summarise the result of blocks in a line."""
     comparison = compare(groups.get(BLOCKS, ()), groups[FULL])
     if comparison is None:
         absent = [sampler for sampler in (FULL, BLOCKS) if not groups.get(sampler)]

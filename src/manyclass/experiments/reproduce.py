@@ -32,7 +32,7 @@ NEXT_ITEM = (
 
 
 class Dataset(NamedTuple):
-    """What to train on, and how."""
+    """A data set and its training options."""
 
     title: str
     #: Files that the user brings, each with a name of an option and a pattern below --data.
@@ -44,7 +44,7 @@ class Dataset(NamedTuple):
     perplexity: bool = False
     #: Samplers that a quick sweep leaves out: D is larger than n, so they score all classes for each example.
     slow: tuple[str, ...] = ()
-    #: Instead of files: items, users and interactions of each, to be made as by `manyclass synth`.
+    #: Instead of files: items, users and interactions per user of synthetic data, as from `manyclass synth`.
     made: tuple[int, int, int] | None = None
 
 
@@ -57,7 +57,7 @@ DATASETS = {
             # The TensorFlow tutorial sums the loss over 35 words and takes lr 1 and norm 5; ours is a mean.
             "paper": "--lr 35 --clip 0.143 --schedule exponential --epochs 39 --dropout 0.5 --evaluations 39 "
             "--eval-examples 80000",
-            # The paper's schedule would be done with learning before a short run has begun.
+            # The paper's schedule would lower the learning rate too early in a short run.
             "quick": "--lr 20 --clip 0.25 --schedule linear --steps 800 --eval-examples 5000",
         },
         perplexity=True,
@@ -93,12 +93,12 @@ DATASETS = {
 
 
 class Preset(NamedTuple):
-    """How much of it."""
+    """The extent of a sweep."""
 
     negatives: tuple[int, ...]
     #: Numbers of negatives of the pool that the batch shares with `blocks`.
     pools: tuple[int, ...]
-    #: Runs of each sampler, and of the full softmax, whose spread tells what is noise.
+    #: Runs of each sampler, and of the full softmax, whose spread shows the noise.
     seeds: int
     baselines: int
     #: Whether slow samplers are left out.
