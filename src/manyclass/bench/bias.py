@@ -28,7 +28,7 @@ DRAWS = 40
 # Steps before each measurement, so that a sampler follows recent queries as it does in training.
 WARM_UP = 40
 UNIFORM, UNIGRAM, BLOCKS = "uniform pool", "unigram pool", "blocks"
-# What the default setting must reach: bias in nats, and its error divided by that of the best static pool.
+# Bounds for the default setting: bias in nats, and error divided by that of the best static pool.
 MOST_BIAS, MOST_ERROR = 0.02, 0.5
 # The lines of the plot: a few samplers, in Okabe and Ito's colours. The softmax as a sampler has no error, but costs
 # more than the full softmax.
@@ -136,7 +136,7 @@ def measure(judge: Judge, alternative: Alternative, full: float) -> Iterable[Row
         for _ in range(WARM_UP):
             step()
         measured.append(_compare(judge, alternative, number))
-    # Timing comes last: it takes as many steps as time allows, and each of them changes the sampler.
+    # Timing is last, since its steps change the sampler, and their number depends on the machine.
     for number, found in zip(alternative.num_samples, measured, strict=True):
         head.num_samples = number
         seconds = time_steps({alternative.name: step})[alternative.name]
@@ -159,7 +159,7 @@ def measure(judge: Judge, alternative: Alternative, full: float) -> Iterable[Row
 
 
 def _compare(judge: Judge, alternative: Alternative, number: int) -> diagnostics.Measured:
-    """Draw for the measured batch, as a training step would, without letting the sampler learn from it."""
+    """Draw for the measured batch as a training step would, but without updating the sampler."""
     _, prediction, weight, (query, target, context), *_ = judge
     generator = torch.Generator().manual_seed(0)
 
@@ -198,7 +198,7 @@ def full_seconds(judge: Judge) -> float:
 
 
 def verdicts(rows: list[Row]) -> list[str]:
-    """Say for each model whether the default setting keeps to the bars."""
+    """Print for each model whether the default setting is within the bounds."""
     lines = []
     for model in (WORDS, SESSIONS):
         blocks, static = _default_and_best_static(rows, model)

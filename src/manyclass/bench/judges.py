@@ -1,4 +1,4 @@
-"""Trained output layers that samplers are measured on. Both models are trained with the full softmax."""
+"""Trained output layers to measure samplers on. Both models are trained with the full softmax."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a training step of blocks spends its time on."""
+"""Profile of a training step of blocks."""
 
 import time
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Error and cost of settings of blocks on the trained models of your own runs: what the defaults were chosen by."""
+"""Error and cost of settings of blocks on models from your runs. The defaults were chosen by it."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice

@@ -1,4 +1,4 @@
-"""The slowest training step of blocks: no step may wait long for the sampler's next tree."""
+"""The slowest training step of blocks, to show that no step stalls while the next tree grows."""
 
 import math
 import time
@@ -58,8 +58,8 @@ def run(out: Path, console: Console, classes: int, steps: int) -> None:
 def measure(classes: int, steps: int, progress: Progress) -> list[Row]:
     """Time training steps that are spread over the growth of a tree.
 
-    A tree of millions of classes grows over thousands of steps. Between timed steps, slices are grown without a clock,
-    so that the timed ones meet every stage: scanning, halving, finishing, and the swap of the trees.
+    A tree of millions of classes grows over thousands of steps. Between timed steps, further slices grow untimed, so
+    that the timed steps cover every stage: scanning, halving, finishing, and the swap of the trees.
     """
     torch.manual_seed(0)
     head = SampledSoftmax(IN_FEATURES, classes, "blocks")
