@@ -192,7 +192,7 @@ class Cache(Counters):
         elif not self._warned:
             self._warned = True
             warnings.warn(
-                "the class embeddings are older than the encoder that makes them, so results are not exact: "
+                "the class embeddings are older than their encoder, so results are not exact: "
                 "call refresh() on the layer after training and before evaluation",
                 stacklevel=4,
             )
