@@ -139,7 +139,7 @@ def test_a_classifier_from_texts(tmp_path):
     assert (measured["on"], measured["examples"], measured["precision@1"]) == ("test", 3, 1.0)
     lines = manyclass("predict", "run", "--k", 1, cwd=tmp_path, stdin="a hammer and a saw\n\nwave\n").splitlines()
     assert [line.split()[-1] for line in lines if line.startswith("    0.")] == ["tool", "sea"]
-    assert "  error: no words to go on from" in lines
+    assert "  error: no words to predict from" in lines
 
 
 def test_tables_from_the_standard_input(tmp_path):

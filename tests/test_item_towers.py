@@ -166,7 +166,7 @@ def test_listed_items_are_kept():
         ("item,price\n1,2\n2,dear\n", ["--item-feature", "price:number"], "line 3: price must be a number, got 'dear'"),
         ("item,price\n1,inf\n", ["--item-feature", "price:number"], "line 2: price must be a number, got 'inf'"),
         ("item,kind\n1,a\n,b\n", ["--item-feature", "kind"], "line 3: no 'item'"),
-        ("item,kind\n1,a\n", [], "--items FILE and --item-feature COLUMN need each other"),
+        ("item,kind\n1,a\n", [], "give --items FILE and --item-feature COLUMN together"),
         ("item,kind\n1,a\n", ["--item-feature", "kind", "--init", "run"], "--init takes no --item-feature"),
         ("item,kind\n1,a\n", ["--item-feature", "kind", "--loss", "nce"], "--loss nce needs a table of class weights"),
     ],

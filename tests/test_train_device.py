@@ -79,7 +79,7 @@ def test_the_output_says_that_no_gpu_was_tried(tmp_path):
     for place in ("cuda", "gpu"):
         code, errors = call("train", "lm", "--text", "text.txt", "--device", place, cwd=tmp_path)
         said, error = errors.splitlines()
-        assert said == f"device {place}: no GPU was tried, only a simulated one; compare with --device cpu"
+        assert said == f"device {place}: tested on a simulated device only, not on a GPU; compare with --device cpu"
         assert (code, error[: 33 + len(place)]) == (
             2,
             f"manyclass: --device '{place}' cannot be used"[: 33 + len(place)],

@@ -166,7 +166,7 @@ def test_a_run_cannot_go_on_with_other_settings(tmp_path):
     train("lm", tmp_path, steps=3)
     with pytest.raises(FileExistsError, match="holds a run already: give --resume"):
         training.prepare("lm", settings_of("lm", tmp_path, steps=3))
-    with pytest.raises(ValueError, match=r"was begun with lr=0\.05, so it cannot go on with lr=0\.5"):
+    with pytest.raises(ValueError, match=r"was begun with lr=0\.05, so it cannot be resumed with lr=0\.5"):
         training.prepare("lm", settings_of("lm", tmp_path, steps=3, lr=0.5, resume=True))
     with pytest.raises(ValueError, match="is a run of lm, not of classify"):
         training.prepare("classify", settings_of("classify", tmp_path, steps=3, resume=True))
@@ -445,7 +445,7 @@ def test_patience_ends_a_run_for_good(tmp_path):
     assert rows[-1].step == best.step + 6 < 60
     settings.resume = True
     assert training.train(training.prepare("next-item", settings)) == rows
-    with pytest.raises(ValueError, match="--patience needs the measure"):
+    with pytest.raises(ValueError, match="--patience needs --select"):
         settings_of("next-item", tmp_path, patience=3)
     with pytest.raises(ValueError, match=r"--select ndcg@10: language models are selected by their loss"):
         train("lm", tmp_path, steps=2, select="ndcg@10", out=tmp_path / "lm")
@@ -585,7 +585,7 @@ def test_user_features_reach_the_model(tmp_path):
         task.encode("nonsense region=north")
     assert torch.equal(task.encode("nonsense 3").inputs[0], task.encode("3").inputs[0])
     assert task.unknown("region=north 3 nonsense") == ["nonsense"]
-    with pytest.raises(ValueError, match="no items to go on from"):
+    with pytest.raises(ValueError, match="no items to predict from"):
         task.encode("region=north")
     assert task.encode("3 region=nowhere").inputs[1].tolist() == [[0]]
 

@@ -21,7 +21,7 @@ def bias(
     seed: Annotated[int, typer.Option(help="Seed of the data, the weights and the order of batches.")] = 0,
     threads: Threads = None,
 ) -> None:
-    """Error of every sampler on two trained models, against what it costs. About 20 minutes."""
+    """Measure error and cost of every sampler on two trained models. About 20 minutes."""
     from ..bench import bias
 
     bias.run(out, start(out, threads), text, steps, epochs, seed)
@@ -33,7 +33,7 @@ def distributed(
     processes: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable; default: 1, 2 and 4.")] = None,
     out: Out = Path("out"),
 ) -> None:
-    """Steps of the sharded layer on some processes: time, bytes exchanged, memory; and on paper for 64 machines."""
+    """Measure steps of the sharded layer: time, bytes and memory. Also print an estimate for 64 machines."""
     from ..bench import distributed
 
     distributed.run(out, start(out, None), classes, processes or [1, 2, 4])
@@ -41,7 +41,7 @@ def distributed(
 
 @app.command()
 def draws(out: Out = Path("out"), threads: Threads = None) -> None:
-    """Draws from class counts: the native alias kernel against its reference and against torch."""
+    """Time draws from class counts: the native alias kernel, its reference, and torch."""
     from ..bench import draws
 
     draws.run(out, start(out, threads))
@@ -58,9 +58,9 @@ def identifiers(
     out: Out = Path("out"),
     threads: Threads = 1,
 ) -> None:
-    """Words that a network encodes from characters: in-batch negatives, pools and blocks, at equal steps and time.
+    """Train a word model with a character encoder: in-batch negatives, pools and blocks at equal steps and time.
 
-    Methods that the CSV file in --out has already are not trained again.
+    Methods that are already in the CSV file in --out are not trained again.
     """
     from ..bench import identifiers
 
@@ -73,7 +73,7 @@ def optim(
     out: Out = Path("out"),
     threads: Threads = None,
 ) -> None:
-    """Whole training steps of the default layer with every optimiser, against sparse SGD. About 2 minutes."""
+    """Time training steps of the default layer with every optimiser, against sparse SGD. About 2 minutes."""
     from ..bench import optim
 
     optim.run(out, start(out, threads), classes)
@@ -86,7 +86,7 @@ def stalls(
     out: Out = Path("out"),
     threads: Threads = None,
 ) -> None:
-    """The slowest training step of blocks, while it replaces its tree. About 3 minutes."""
+    """Time the slowest training step of blocks while it replaces its tree. About 3 minutes."""
     from ..bench import stalls
 
     stalls.run(out, start(out, threads), classes, steps)
@@ -103,7 +103,7 @@ def retrieval(
     seed: Seed = 0,
     threads: Threads = None,
 ) -> None:
-    """Recall against time per query: the tree that training leaves, exact search, and faiss."""
+    """Measure recall and time per query: the tree of a trained layer, exact search, and faiss."""
     from ..bench import retrieval
 
     console = start(out, threads)
@@ -116,7 +116,7 @@ def settings(
     out: Out = Path("out"),
     threads: Threads = None,
 ) -> None:
-    """Error and cost of blocks with several settings, and of static pools, on models that you have trained."""
+    """Measure error and cost of blocks with several settings, and of static pools, on your trained models."""
     from ..bench import settings
 
     settings.run(out, start(out, threads), runs)
@@ -124,7 +124,7 @@ def settings(
 
 @app.command()
 def step(out: Out = Path("out"), threads: Threads = None) -> None:
-    """Whole training steps of every output layer from 10⁴ to 8·10⁶ classes, and a profile. About 10 minutes."""
+    """Time training steps of every output layer from 10⁴ to 8·10⁶ classes, and profile one. About 10 minutes."""
     from ..bench import step
 
     step.run(out, start(out, threads))
@@ -138,7 +138,7 @@ def towers(
     out: Out = Path("out"),
     threads: Threads = None,
 ) -> None:
-    """Classes that a network makes: sampled training against the full softmax; memory. About 6 minutes."""
+    """Compare sampled and full training of an item tower, and measure memory. About 6 minutes."""
     from ..bench import towers
 
     towers.run(out, start(out, threads), classes, steps, seeds)
@@ -146,7 +146,7 @@ def towers(
 
 @app.command()
 def tree(out: Out = Path("out"), threads: Threads = None) -> None:
-    """The kernel tree against dense kernel sampling, uniform sampling and the full softmax. About 5 minutes."""
+    """Time the kernel tree, dense kernel sampling, uniform sampling and the full softmax. About 5 minutes."""
     from ..bench import tree
 
     tree.run(out, start(out, threads))

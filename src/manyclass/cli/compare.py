@@ -10,7 +10,7 @@ from .options import Out, start
 
 def compare(
     data: Annotated[
-        Path | None, typer.Option(help="Folder with the data sets but synth; not needed for finished runs.")
+        Path | None, typer.Option(help="Folder with the data sets except synth; not needed for finished runs.")
     ] = None,
     preset: Annotated[
         Literal["quick", "full"], typer.Option(help="quick: 100 to 200 steps; full: the paper's epochs, for days.")
@@ -24,11 +24,13 @@ def compare(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each method, with the seeds 0, 1, …")] = 1,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time. More than one disturb each other's times.")] = 1,
     out: Out = Path("out/compare"),
-    only_report: Annotated[bool, typer.Option("--only-report", help="Train nothing; report what there is.")] = False,
+    only_report: Annotated[
+        bool, typer.Option("--only-report", help="Do not train; report the results so far.")
+    ] = False,
 ) -> None:
     """Train every sampler and loss on the same data, and compare quality, time, memory and bias.
 
-    Give the same command again to resume: what comparison.csv lists is not trained again.
+    Repeat the command to resume: runs that are in comparison.csv are not trained again.
     """
     from .. import checks
     from ..experiments import comparison, comparison_report

@@ -1,4 +1,4 @@
-"""What people see while they wait, and how they stop it."""
+"""Progress bars, and stopping a run by a signal."""
 
 import math
 import signal
@@ -29,17 +29,18 @@ from ..train.tasks.base import read_facts
 
 
 def start(threads: int | None, processes: Processes | None = None) -> Console:
-    """Set the number of threads; of several processes only the first has something to say."""
+    """Set the number of threads and return a console; only the first of several processes prints."""
     if threads is not None:
         torch.set_num_threads(threads)
-    torch.sparse.check_sparse_tensor_invariants.disable()  # else torch warns that this is its default
+    torch.sparse.check_sparse_tensor_invariants.disable()  # prevents a warning of torch about its default
     return Console(quiet=processes is not None and not processes.first)
 
 
 class Bar(training.Observer):
-    """The progress bar of a run; Ctrl-C stops the run after its step, a second one at once.
+    """The progress bar of a run; Ctrl-C stops the run after its step, a second Ctrl-C immediately.
 
-    Not at once if torchrun started the process: it passes a signal on that the terminal sent to all of them.
+    Under torchrun the second signal is ignored, since torchrun repeats a signal that the terminal sent to all
+    processes.
 
     Args:
         progress: where the bar is shown.
@@ -58,12 +59,12 @@ class Bar(training.Observer):
         self.progress.update(self.bar, completed=step, loss=last.heldout_loss)
 
     def stopped(self) -> bool:
-        """Whether a signal has come."""
+        """Return whether a signal was received."""
         return self.wanted
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take Ctrl-C and termination as a wish to stop."""
+        """Catch Ctrl-C and termination as requests to stop."""
 
         def stop(number: int, frame: FrameType | None) -> None:
             self.wanted = True
@@ -103,7 +104,7 @@ def prepare(name: str, settings: Settings, console: Console, processes: Processe
 
 @contextmanager
 def progress_bars(console: Console) -> Iterator[Progress]:
-    """Bars for runs, with the last held-out loss."""
+    """Yield progress bars that show the last held-out loss."""
     columns = ["{task.description:<12}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
     with Progress(*columns, TextColumn("held-out loss {task.fields[loss]:.3f}"), console=console) as progress:
         yield progress

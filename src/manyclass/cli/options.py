@@ -16,13 +16,16 @@ Seed = Annotated[int, typer.Option(help="Seed of the weights and the draws.")]
 
 
 def warn_of_device(device: str) -> None:
-    """Say on the standard error what nobody has tried."""
+    """Warn on standard error about a device that was never tested."""
     if device != "cpu":
-        print(f"device {device}: no GPU was tried, only a simulated one; compare with --device cpu", file=sys.stderr)
+        print(
+            f"device {device}: tested on a simulated device only, not on a GPU; compare with --device cpu",
+            file=sys.stderr,
+        )
 
 
 def protocol(exclude_seen: bool) -> str:
-    """Say how recommenders are ranked: figures compare only if it is the same."""
+    """Describe how items are ranked, since figures are comparable only for the same ranking."""
     return f"items that a user had before are {'left out' if exclude_seen else 'part'} of the ranking"
 
 

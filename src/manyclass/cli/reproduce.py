@@ -16,7 +16,7 @@ DatasetNames = Annotated[
 ]
 Data = Annotated[
     Path | None,
-    typer.Option(help="Folder with the data sets but synth, one folder each: docs/reproduction.md says where from."),
+    typer.Option(help="Folder with the data sets except synth, one folder each; see docs/reproduction.md."),
 ]
 PresetName = Annotated[
     Literal["quick", "paper"], typer.Option(help="quick: under 90 minutes on 2 cores for everything; paper: days.")
@@ -46,9 +46,7 @@ def _reproduce_command(figure: str, help: str) -> None:
         for file in figures.draw(figure, curves, out, experiments.PRESETS[preset].note):
             console.print(str(file), soft_wrap=True)
 
-    app.command(figure, help=f"{help} All figures are drawn from the same runs; what is trained is not trained again.")(
-        command
-    )
+    app.command(figure, help=f"{help} All figures use the same runs, and finished runs are not trained again.")(command)
 
 
 _reproduce_command("bias", "Final quality against the number of negatives, for every sampler (Figure 2).")
@@ -78,13 +76,11 @@ def quality(
         list[str] | None,
         typer.Option(metavar="blocks|uniform", help="To compare with the full softmax. Repeatable; default: both."),
     ] = None,
-    only_report: Annotated[
-        bool, typer.Option("--only-report", help="Train nothing; report the finished runs.")
-    ] = False,
+    only_report: Annotated[bool, typer.Option("--only-report", help="Do not train; report the finished runs.")] = False,
 ) -> None:
     """Train to the end with the full softmax, blocks and a uniform pool, and compare loss, Recall@20 and time.
 
-    Takes hours. Give the same command again to resume: finished runs in OUT/runs are not trained again.
+    Takes hours. Repeat the command to resume: finished runs in OUT/runs are not trained again.
     """
     from .. import checks
     from ..experiments import quality as comparison

@@ -29,7 +29,7 @@ def evaluate(
     ] = None,
     exclude_seen: ExcludeSeen = False,
     baselines: Annotated[
-        bool, typer.Option("--baselines", help="Rank by popularity, and by what followed an item, too.")
+        bool, typer.Option("--baselines", help="Also rank by popularity, and by the items that followed an item.")
     ] = False,
     probe: Annotated[
         int | None,
@@ -38,10 +38,10 @@ def evaluate(
     threads: Threads = None,
     device: Device = "cpu",
 ) -> None:
-    """Exact loss, recall, precision, MRR and NDCG over all classes, on held-out or test data of a run; never sampled.
+    """Compute the exact loss, recall, precision, MRR and NDCG of a run over all classes, on held-out or test data.
 
-    The best checkpoint is evaluated, if the run selects one, else the last. With --probe the ranking measures are
-    approximate and faster. The loss stays exact.
+    Uses the best checkpoint, if the run selects one, or the last. With --probe the ranking measures are approximate and
+    faster, and the loss is exact.
     """
     from rich.table import Table
 
@@ -94,12 +94,12 @@ def predict(
     ] = None,
     k: Annotated[int, typer.Option(min=1, help="Predictions for each.")] = 5,
     exclude_seen: ExcludeSeen = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One line of json for each, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per query.")] = False,
     device: Device = "cpu",
 ) -> None:
-    """The k most probable classes for texts, histories or documents, over all classes.
+    """Print the k most probable classes for texts, histories or documents, over all classes.
 
-    A query that cannot be understood is answered by what is wrong with it, and the others go on.
+    A query that cannot be parsed gets an error message, and the others are still answered.
     """
     from ..train import training
     from ..train.run import Run
@@ -128,7 +128,7 @@ def predict(
         if "error" in answer:
             print(f"  error: {answer['error']}")
         if unknown:
-            print(f"  not known, so left out: {' '.join(unknown)}")
+            print(f"  unknown, so left out: {' '.join(unknown)}")
         print("".join(f"  {p:8.4f}  {name}\n" for name, p in found), end="")
     if failed and not answered:
         raise typer.Exit(2)
@@ -139,7 +139,7 @@ def similar(
     names: Annotated[list[str], typer.Argument(metavar="CLASS...", help="Items, words or labels.")],
     k: Annotated[int, typer.Option(min=1, help="Classes for each.")] = 5,
 ) -> None:
-    """The k classes whose weights have the largest cosine with those of a class; unknown ones do not stop the rest."""
+    """Print the k classes whose weights have the largest cosine with those of a class. Unknown classes are reported."""
     from ..train import training
     from ..train.run import Run
 
@@ -180,7 +180,7 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
 ) -> None:
-    """Compare runs on one page that needs nothing else: curves, tables, settings."""
+    """Compare runs on one self-contained HTML page: curves, tables, settings."""
     from .. import report
 
     found = [report.load(run) for run in runs]

@@ -10,7 +10,7 @@ import typer
 from ..train.settings import PANELS, PRESETS, ClassifySettings, LanguageSettings, NextItemSettings, Settings, shown
 from .options import protocol, warn_of_device
 
-app = typer.Typer(help="Train a model from your files; the run's folder holds all of it.", no_args_is_help=True)
+app = typer.Typer(help="Train a model from your files. The run's folder holds all results.", no_args_is_help=True)
 
 
 def _perplexity(loss: float) -> str:
@@ -18,13 +18,13 @@ def _perplexity(loss: float) -> str:
 
 
 def _place(field: "dataclasses.Field[Any]") -> int:
-    """Where in ``--help`` a setting stands."""
+    """Return the position of a setting in ``--help``."""
     heading = shown(field).panel
     return PANELS.index(heading) if heading else -1
 
 
 def _annotation(field: "dataclasses.Field[Any]") -> Any:
-    """The type of a setting, and its option or argument."""
+    """Return the type of a setting, and its option or argument."""
     how = shown(field)
     if how.panel is None:
         option = typer.Argument(help=how.help, **how.more)
@@ -34,7 +34,7 @@ def _annotation(field: "dataclasses.Field[Any]") -> Any:
 
 
 def _preset(task: str) -> inspect.Parameter:
-    """The option that names other defaults."""
+    """Return the option that selects other defaults."""
     what = "Other defaults. `ptb-medium`: Zaremba's medium LSTM for Penn Tree Bank, some 7 hours on one core."
     option = typer.Option(help=what, rich_help_panel=PANELS[0])
     kind = Literal[tuple(PRESETS[task])] | None  # pyright: ignore
@@ -84,7 +84,7 @@ def _train_command(name: str, kind: type[Settings]) -> None:
             kept = f"kept: step {row.step}, best by held-out {measure}: {row.measure(measure):.4f}{ranked}"
             console.print(kept, soft_wrap=True)
         if stopped:
-            console.print("stopped; give the same command with --resume to go on")
+            console.print("stopped; give the same command with --resume to continue")
             raise typer.Exit(130)
         console.print(f"next: manyclass evaluate {settings.out}  or  manyclass predict {settings.out}", soft_wrap=True)
 

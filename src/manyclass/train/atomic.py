@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-#: What `replacing` writes to: the id of the process, and the name that the file shall get.
+#: Temporary names of `replacing`: the id of the process, and the final name.
 _TEMPORARY = re.compile(r"\.(\d+)\..+")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary name beside ``path`` to write a file or a folder to, and rename it if all went well.
+    """Yield a temporary path beside ``path`` to write to, and rename it to ``path`` on success.
 
-    What was written is on the disk before it gets its name, so a crash leaves the old or the new, never a part.
+    The contents are synchronised to disk before the rename, so a crash leaves the old or the new version, never a part.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{os.getpid()}.{path.name}")  # the same ending: some writers look at it

@@ -1,4 +1,4 @@
-"""Rankings without a network, to see whether one earns its keep: by popularity, and by what followed an item."""
+"""Baseline rankings without a network: by popularity, and by the items that followed an item."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from .tasks import Batch, NextItem, Task
 from .tasks.base import tensor
 
 POPULARITY, ITEM_TO_ITEM = "popularity", "item-to-item"
-#: How far an item may be behind another, in training and in a history, to count; it weighs one over the distance.
+#: Largest distance between two items of a pair, in training and in a history. A pair weighs one over its distance.
 REACH = 5
 
 #: The classes of each row of a batch, best first: shape ``(batch, number)``.
@@ -79,7 +79,7 @@ class ItemToItem:
         self._popular, self._place = popular.numpy(), np.argsort(popular.numpy())
 
     def __call__(self, batch: Batch, number: int) -> Tensor:
-        """Rank for each row of a batch; items that nothing speaks for come last, by popularity."""
+        """Rank items for each row of a batch; items without a score are last, by popularity."""
         return tensor(np.stack([self._rank(row[row >= 0], number) for row in batch.inputs[0].numpy()]))
 
     def _rank(self, history: np.ndarray, number: int) -> np.ndarray:

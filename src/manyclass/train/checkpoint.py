@@ -1,7 +1,7 @@
 """The files of a checkpoint: safetensors and JSON, so that reading them runs no code.
 
-Each rank writes ``model-RANK.safetensors``, its weights, and ``state-RANK.safetensors``, all else. Tensors that have a
-row for each class are written in parts, one per rank, and any number of ranks reads the rows that it needs.
+Each rank writes its weights to ``model-RANK.safetensors`` and all other state to ``state-RANK.safetensors``. Tensors
+with a row per class are written in parts, one per rank. Any number of ranks can read the rows that it needs.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a rank says about its files."""
+    """The header of a rank's files."""
 
     world: int
     #: First class of the rank, and the one after its last.
@@ -72,7 +72,7 @@ class Reader:
         self.num_classes = end
 
     def load(self, kind: str, rank: int, rows: tuple[int, int]) -> Any:
-        """Return what a rank wrote; `Rows` come as the classes ``rows``, first and one after the last, of all ranks."""
+        """Return what a rank wrote, with `Rows` replaced by those of the classes ``rows[0]`` to ``rows[1] − 1``."""
         content = self._read(kind, rank)[1]
         with _opened(_file(self.folder, kind, rank)) as file:
             return self._unpack(content, file, kind, rows)
@@ -130,7 +130,7 @@ def _digest(text: str) -> str:
 
 
 def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Move the tensors of nested dicts and lists to ``tensors``, and return the rest as json knows it."""
+    """Move the tensors of nested dicts and lists to ``tensors``, and return the rest as JSON types."""
     if isinstance(value, Tensor | Rows):
         tensors[path] = value.local if isinstance(value, Rows) else value
         return {ROWS if isinstance(value, Rows) else TENSOR: path}

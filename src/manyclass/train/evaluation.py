@@ -25,7 +25,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Compute the exact held-out loss over all classes, and the measures of `ranking` at each ``k``.
 
-    Several processes share the examples out, and all get the result.
+    Several processes divide the examples, and all get the result.
 
     Args:
         model: what to evaluate.

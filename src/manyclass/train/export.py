@@ -85,7 +85,7 @@ def _rows(parts: dict[str, Tensor]) -> Tensor:
 
 
 def _optional(name: str) -> Any:
-    """Import a library that not everyone has installed."""
+    """Import an optional library."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

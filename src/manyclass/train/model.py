@@ -41,7 +41,7 @@ class Model(nn.Module):
     def __init__(self, task: Task[Any], settings: Settings, class_vectors: Tensor | None = None) -> None:
         super().__init__()
         self.task, self.recurrent = task, task.recurrent
-        self._parallel: list[nn.Module] = []  # in a list, so that its parameters do not count twice
+        self._parallel: list[nn.Module] = []  # in a list, so that its parameters are not listed twice
         self.trunk = task.trunk()
         tied = getattr(settings, "tied", False)
         embedding, tower = None, self.trunk.embedding if tied else task.tower()
@@ -112,7 +112,7 @@ class Model(nn.Module):
         return [Prediction(self._name(i), value) for i, value in zip(ids.tolist(), values.tolist(), strict=True)]
 
     def refresh(self) -> None:
-        """Bring the embeddings of classes that a network makes up to date, if they are not, for exact results."""
+        """Encode all classes again if their cached embeddings are stale, for exact results."""
         if not getattr(self.head, "fresh", True):
             self.head.refresh()
 
@@ -143,7 +143,7 @@ class Model(nn.Module):
         return self.head(query, batch.target, context=context), state
 
     def parallelise(self) -> None:
-        """Let the processes that train together share the gradients of the trunk."""
+        """Wrap the trunk in data parallelism, if several processes train together."""
         from ..distributed import data_parallel
 
         self._parallel = [data_parallel(self.trunk)]
@@ -158,7 +158,7 @@ class Model(nn.Module):
         return {name: value for name, value in self.state_dict().items() if name not in names}
 
     def restore(self, weights: dict[str, Tensor], rest: dict[str, Any]) -> None:
-        """Take over what `weights` and `buffers_and_extras` gave; what ``rest`` lacks stays as it is."""
+        """Load what `weights` and `buffers_and_extras` returned; entries that ``rest`` lacks stay unchanged."""
         shared = {}  # a tied weight has one name in a checkpoint and two in the model
         for name, parameter in self.named_parameters(remove_duplicate=False):
             first = next(other for other, same in self.named_parameters() if same is parameter)
@@ -200,7 +200,7 @@ def _baseline(
         if embedding is not None:
             raise ValueError(f"--loss {settings.loss} takes no --tied: it has no row for each class")
         if settings.tree is not None:
-            # A tree of halves has as many decisions for any vectors, so a checkpoint can replace those of this one.
+            # A tree of halves has the same number of decisions for any vectors, so a checkpoint can replace this tree.
             vectors = torch.arange(task.num_classes).unsqueeze(-1) if class_vectors is None else class_vectors
             return kind(features, task.num_classes, embeddings=vectors, ignore_index=IGNORE)
         counts = torch.bincount(task.pairs()[0], minlength=task.num_classes) + 1

@@ -18,7 +18,7 @@ def make(model: nn.Module, settings: Settings) -> Optimizer:
 
 
 def complete(optimizer: Optimizer) -> None:
-    """Let all weights be as if every step had reached them; see `optim.AdamW.flush`."""
+    """Complete the pending updates of all rows; see `optim.AdamW.flush`."""
     if isinstance(optimizer, optim.AdamW | optim.Adam):
         optimizer.flush()
 
@@ -30,7 +30,7 @@ def state_by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str,
 
 
 def load_state_by_name(model: nn.Module, optimizer: Optimizer, state: dict[str, dict[str, Any]]) -> None:
-    """Take over what `state_by_name` gave."""
+    """Load what `state_by_name` returned."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     numbered = {number: state[name] for number, name in enumerate(order) if name in state}

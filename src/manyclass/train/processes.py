@@ -15,10 +15,10 @@ from torch.distributed.rendezvous import rendezvous
 
 #: How long others wait for the first process to read the data.
 READING = timedelta(days=7)
-#: How long a process waits for the others when all is done; and the exit codes then: done, or stopped by a signal.
+#: How long a process waits for the others at its end, and the exit codes: done, or stopped by a signal.
 LEAVING = timedelta(seconds=60)
 GOOD_ENDS = (0, 130)
-#: What tells an error of torch's own communication, as of data parallelism, from others.
+#: Words that identify an error of torch's communication, as of data parallelism.
 NETWORK = ("gloo", "NCCL", "onnection", "imed out", "timeout")
 
 
@@ -35,7 +35,7 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this one writes the files and speaks."""
+        """Whether this process writes files and prints."""
         return self.rank == 0
 
     def sums(self, values: list[float]) -> list[float]:
@@ -101,7 +101,7 @@ class Processes:
 
 
 def launched() -> bool:
-    """Return whether torchrun, or something like it, started several processes."""
+    """Return whether torchrun or a similar launcher started several processes."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
@@ -111,7 +111,7 @@ def restarted() -> bool:
 
 
 def join(timeout: float) -> Processes:
-    """Meet the other processes, if torchrun started some; one that does not answer for ``timeout`` seconds is lost."""
+    """Join the processes that torchrun started, if any; one that does not answer for ``timeout`` seconds is lost."""
     if not launched():
         return Processes()
     patience = timedelta(seconds=timeout)
@@ -129,10 +129,10 @@ def join(timeout: float) -> Processes:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process. Not in torch's way, which can deadlock when it joins gloo's threads."""
+    """Exit without torch's clean-up, which can deadlock when it joins gloo's threads."""
     if dist.is_available() and dist.is_initialized():
         if code in GOOD_ENDS:
-            # Who leaves while another still reads from him breaks its connection: all leave when all are done.
+            # Exiting while a peer still reads breaks its connection, so wait until every rank has finished.
             with suppress(Exception):  # the one with the store may be gone already
                 store = dist.distributed_c10d._get_default_store()
                 store.set(f"manyclass/left/{dist.get_rank()}", "yes")

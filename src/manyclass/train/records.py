@@ -6,7 +6,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-#: Bytes of the largest file; nothing that a run writes comes near it.
+#: Largest accepted file in bytes, far above the size of any file of a run.
 LARGEST = 1 << 26
 #: Characters of a value that messages quote.
 QUOTED = 100

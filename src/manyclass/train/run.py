@@ -81,7 +81,7 @@ class Run:
     """The folder of a run.
 
     Args:
-        folder: the folder; not made before something is written.
+        folder: the folder; created by the first write.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -95,7 +95,7 @@ class Run:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other processes from writing a run into this folder at the same time; a process that dies lets go of it.
+        """Lock the folder against other writing processes; the lock ends with its process.
 
         Temporary files of processes that were killed are deleted.
         """
@@ -121,7 +121,7 @@ class Run:
             file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
     def config(self) -> dict[str, Any]:
-        """Read ``config.json``: who made the run, and its settings."""
+        """Read ``config.json``: versions and settings of the run."""
         file = self.folder / "config.json"
         if not file.exists():
             raise FileNotFoundError(f"{self.folder} is not the folder of a run: it has no config.json")
@@ -148,7 +148,7 @@ class Run:
 
     @contextmanager
     def checkpoint(self, step: int, keep: int | None = None) -> Iterator[Path]:
-        """Give a folder to write a checkpoint to. If all goes well it gets its name, and older ones are deleted.
+        """Yield a folder to write a checkpoint to. On success it gets its final name, and older ones are deleted.
 
         The checkpoint of the step ``keep`` stays.
         """

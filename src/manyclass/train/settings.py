@@ -1,4 +1,4 @@
-"""What a training run is told: the options of the command line, and what ``config.json`` remembers."""
+"""Settings of a training run: the options of the command line, and the contents of ``config.json``."""
 
 import dataclasses
 import math
@@ -12,17 +12,17 @@ from .data.files import check_encoding
 from .records import first_line, quoted, typed
 
 PANELS = DATA, MODEL, LAYER, TRAINING, RUN = ("Data", "Model", "Output layer", "Training", "Run")
-#: They do not change what is learned, so a resumed run may have others.
+#: Settings that do not change what is learned, so a resumed run may have other values.
 FREE = ("out", "resume", "threads", "device", "timeout", "checkpoint_every", "tensorboard")
-#: They say how long a run is: a resumed run may be longer than it was to be.
+#: Settings of the length of a run, which a resumed run may extend.
 LENGTH = ("steps", "epochs", "patience")
-#: The sampler that is none: the exact loss over all classes.
+#: The name for no sampler: the exact loss over all classes.
 FULL = "full"
 #: The loss that is not one of `losses`: the softmax, sampled or full.
 SOFTMAX = "softmax"
 #: Settings that are options of samplers; None leaves the sampler's default.
 SAMPLER_OPTIONS = ("own", "probe", "scope", "power")
-DEVICE = "Where to compute, such as cuda:0. No GPU was tried, only a simulated one."
+DEVICE = "Device to compute on, such as cuda:0. Tested on a simulated device only, not on a GPU."
 
 
 class Shown(NamedTuple):
@@ -72,9 +72,9 @@ NumSamples = Annotated[
     int | None,
     _option(
         LAYER,
-        "Number of sampled negatives that every example is compared with: drawn for each example "
-        f"(default: {NUM_SAMPLES['example']}), or drawn once and shared by the batch if the sampler's scope is `batch` "
-        f"(default: {NUM_SAMPLES['batch']}). The `own` negatives of `blocks` come on top.",
+        "Number of sampled negatives that every example is compared with. Default: "
+        f"{NUM_SAMPLES['example']} if they are drawn per example, {NUM_SAMPLES['batch']} if the sampler's scope is "
+        "`batch`, so that the batch shares them. `blocks` adds its `own` negatives.",
         min=1,
     ),
 ]
@@ -86,7 +86,7 @@ Scope = Annotated[
 ]
 Power = Annotated[float | None, _sampler_option("power", "exponent of the class counts, which come from the data")]
 Tolerance = Annotated[
-    float | None, _option(LAYER, "Instead of --num-samples: the bias to allow, in nats, e.g. 0.02; it is measured.")
+    float | None, _option(LAYER, "Instead of --num-samples: the largest measured bias, in nats, such as 0.02.")
 ]
 Prediction = Annotated[
     Literal["softmax", "absolute"],
@@ -99,13 +99,13 @@ Tied = Annotated[bool, _option(MODEL, "Use the input embeddings as output weight
 Heldout = Annotated[
     Path | None, _option(DATA, "File to evaluate on in training; default: a part of the data is held out.")
 ]
-Test = Annotated[Path | None, _option(DATA, "File for the final figures, which neither trains nor selects.")]
-MinCount = Annotated[int, _option(DATA, "Classes are what occurs at least this often.", min=1)]
+Test = Annotated[Path | None, _option(DATA, "File for the final figures. It is not used in training or selection.")]
+MinCount = Annotated[int, _option(DATA, "Smallest number of occurrences of a class.", min=1)]
 Batch = Annotated[int, _option(TRAINING, "Streams of text, users, or documents in a step.", min=1, max=10_000_000)]
 Epochs = Annotated[float, _option(TRAINING, "Passes over the data.", min=0.0)]
 Optimizer = Annotated[
     Literal["adagrad", "sgd", "adam", "adamw"],
-    _option(TRAINING, "Optimiser; adagrad wants an --lr such as 0.05, adam and adamw a smaller one, such as 0.003."),
+    _option(TRAINING, "Optimiser. A typical --lr is 0.05 for adagrad, and 0.003 for adam and adamw."),
 ]
 Rate = Annotated[float, _option(TRAINING, "Learning rate.", "--lr")]
 
@@ -155,28 +155,26 @@ class Settings:
     patience: Annotated[
         int | None, _option(TRAINING, "Stop after this many evaluations without a better one; needs --select.", min=1)
     ] = None
-    init: Annotated[Path | None, _option(TRAINING, "Begin with the weights of another run, by the classes' names.")] = (
-        None
-    )
+    init: Annotated[
+        Path | None, _option(TRAINING, "Run to copy initial weights from. Classes are matched by name.")
+    ] = None
     seed: Annotated[int, _option(TRAINING, "Seed of weights, order of the data, and draws.", min=0, max=2**40)] = 0
     evaluations: Annotated[
         int, _option(RUN, "Evaluations at even intervals, with a checkpoint each.", min=1, max=100_000)
     ] = 10
     eval_examples: Annotated[
-        int, _option(RUN, "Held-out examples of these; `manyclass evaluate` takes all.", min=1)
+        int, _option(RUN, "Held-out examples per evaluation. `manyclass evaluate` uses all.", min=1)
     ] = 10_000
-    checkpoint_every: Annotated[int, _option(RUN, "Further checkpoints, every so many steps.", min=1)] = 1000
+    checkpoint_every: Annotated[int, _option(RUN, "Steps between further checkpoints.", min=1)] = 1000
     out: Annotated[Path, _option(RUN, "The run's folder.")] = Path("run")
-    resume: Annotated[
-        bool, _option(RUN, "Go on where the run in --out stopped; start if there is none.", "--resume")
-    ] = False
+    resume: Annotated[bool, _option(RUN, "Resume the run in --out, or start it if there is none.", "--resume")] = False
     threads: Annotated[int | None, _option(RUN, "CPU threads; default: what torch chooses.", min=1)] = None
     device: Annotated[str, _option(RUN, DEVICE)] = "cpu"
     timeout: Annotated[
         float, _option(RUN, "Under torchrun: seconds after which a process that does not answer ends the run.", min=1)
     ] = 300.0
     encoding: Annotated[str, _option(DATA, "Encoding of text files, such as latin-1.")] = "utf-8"
-    tensorboard: Annotated[bool, _option(RUN, "Write events for TensorBoard, too.", "--tensorboard")] = False
+    tensorboard: Annotated[bool, _option(RUN, "Also write events for TensorBoard.", "--tensorboard")] = False
 
     def __post_init__(self) -> None:
         self.encoding = check_encoding(self.encoding)
@@ -185,7 +183,7 @@ class Settings:
             if value is not None and not value > 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
         if self.patience is not None and self.select is None:
-            raise ValueError("--patience needs the measure that must become better: --select")
+            raise ValueError("--patience needs --select, the measure that must improve")
         if self.num_samples is not None and self.tolerance is not None:
             raise ValueError("give --num-samples or --tolerance, not both")
         checks.one_of("--sampler", self.sampler, (FULL, *samplers.names()))
@@ -282,7 +280,7 @@ class LanguageSettings(Settings):
     ] = None
     split: Annotated[
         Literal["words", "blanks"],
-        _option(DATA, "words and symbols; or what stands between blanks, with <eos> at the end of a line."),
+        _option(DATA, "words and symbols; or text between blanks, with <eos> at the end of a line."),
     ] = "words"
     heldout: Heldout = None
     test: Test = None
@@ -369,9 +367,9 @@ class NextItemSettings(Settings):
     ] = False
     user: Annotated[str, _option(DATA, "Column of the user, by name or number.")] = "user"
     item: Annotated[str, _option(DATA, "Column of the item, by name or number.")] = "item"
-    timestamp: Annotated[str, _option(DATA, "Column of the time; without it, the order of the file counts.")] = (
-        "timestamp"
-    )
+    timestamp: Annotated[
+        str, _option(DATA, "Column of the time. Without it, interactions are in the order of the file.")
+    ] = "timestamp"
     user_feature: Annotated[list[str] | None, _option(DATA, "Column with a feature of the user; repeatable.")] = None
     items: Annotated[
         Path | None, _option(DATA, "A table with a row for each item, in the column --item; for --item-feature.")
@@ -395,7 +393,9 @@ class NextItemSettings(Settings):
     ] = "transformer"
     history: Annotated[
         int | None,
-        _option(MODEL, "Items that the model looks back; default: 50, or 3 for feed-forward.", min=1, max=10_000),
+        _option(
+            MODEL, "Number of past items that the model reads; default: 50, or 3 for feed-forward.", min=1, max=10_000
+        ),
     ] = None
     features: Features = 64
     layers: Layers = 2
@@ -420,7 +420,7 @@ class NextItemSettings(Settings):
         if self.sep is not None and (not self.sep or set(self.sep) & set('\r\n"\0')):
             raise ValueError(f"--sep must be characters within a line, got {quoted(self.sep)}")
         if (self.items is None) != (not self.item_feature):
-            raise ValueError("--items FILE and --item-feature COLUMN need each other: the table, and what to use of it")
+            raise ValueError("give --items FILE and --item-feature COLUMN together: the table, and the columns to use")
         if self.item_feature and self.init is not None:
             raise ValueError("--init takes no --item-feature: the values of another run's columns have other numbers")
         if self.sequences and (self.sep is not None or self.no_header):

@@ -1,4 +1,4 @@
-"""All that a run needs to resume, and its way to a checkpoint and back."""
+"""The state that a run needs to resume, and how to write it to a checkpoint and read it."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,7 +86,7 @@ def write(run: Run, model: Model, optimizer: Any, state: State, processes: Proce
 def restore(folder: Path, model: Model, optimizer: Any, state: State, processes: Processes) -> None:
     """Restore a checkpoint of any number of ranks into the model, the optimiser and the state of this rank.
 
-    What belongs to one rank (random numbers, the sampler's statistics) is restored only if as many ranks wrote it.
+    State of single ranks (random numbers, the sampler's statistics) is restored only for the same number of ranks.
     """
     reader, shard = Reader(folder), model.shard
     rows = shard.first, shard.last

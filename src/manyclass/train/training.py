@@ -44,9 +44,9 @@ class Observer:
 
 
 def prepare(name: str, settings: Settings, advance: Advance = ignore, processes: Processes | None = None) -> Task[Any]:
-    """Read the data of a run into its folder; or, with ``resume``, find them there.
+    """Read the data of a run into its folder, or, with ``resume``, open the data that are there.
 
-    Of several processes the first does it, and all get their part of every batch.
+    The first of several processes reads them, and each gets its part of every batch.
     """
     processes = processes or Processes()
     if device_named(settings.device).type != "cpu" and processes.world > 1:
@@ -77,7 +77,7 @@ def _prepare(name: str, settings: Settings, advance: Advance, part: tuple[int, i
             for option in [name for name in settings.differences(before) if name not in LENGTH]:
                 new, old = settings.to_json()[option], before[option]
                 raise ValueError(
-                    f"{settings.out} was begun with {option}={old}, so it cannot go on with {option}={new}"
+                    f"{settings.out} was begun with {option}={old}, so it cannot be resumed with {option}={new}"
                 )
             return kind(settings, run.data, _vocabulary(run, config), part)
     with run.alone():
@@ -85,10 +85,10 @@ def _prepare(name: str, settings: Settings, advance: Advance, part: tuple[int, i
             with replacing(run.data) as temporary:
                 temporary.mkdir()
                 vocabulary = kind.prepare(settings, temporary, advance)
-                task = kind(settings, temporary, vocabulary, part)  # complains if it cannot be trained on
+                task = kind(settings, temporary, vocabulary, part)  # raises if it cannot be trained on
                 remove(run.data)  # of a run that was stopped before it had begun
         except BaseException:
-            with suppress(OSError):  # leave nothing behind
+            with suppress(OSError):  # delete the incomplete run
                 settings.out.rmdir()
             raise
         vocabulary.write(run.vocabulary)
@@ -96,9 +96,9 @@ def _prepare(name: str, settings: Settings, advance: Advance, part: tuple[int, i
 
 
 def train(task: Task[Any], observer: Observer | None = None) -> list[Metrics]:
-    """Train as the task's settings say, or go on from the last checkpoint; returns all evaluations of the run.
+    """Train with the task's settings, or resume from the last checkpoint; return all evaluations of the run.
 
-    A run is a function of its settings: stopped at any moment and resumed, it ends with the same numbers.
+    A run is a function of its settings: if it is stopped at any moment and resumed, it ends with the same numbers.
     """
     run, processes = Run(task.settings.out), Processes(*task.part)
     with run.alone() if processes.first else nullcontext():
@@ -112,7 +112,7 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
     model = Model(task, settings, vectors).to(device_named(settings.device))
     if settings.init is not None and not run.checkpoints():
         initialise(model, task, Run(settings.init))
-    if processes.first and not run.exists():  # not before: what no model can be made of is no run
+    if processes.first and not run.exists():  # only after a model could be made of the settings
         run.write_json("config.json", _config(task, run))
     optimizer = optimisation.make(model, settings)
     steps = settings.steps or max(1, round(settings.epochs * task.steps_per_epoch))
@@ -186,7 +186,7 @@ def _patience_is_over(state: State, patience: int | None) -> bool:
 
 
 def _start(run: Run, model: Model, optimizer: Any, state: State, processes: Processes, seed: int) -> None:
-    """Restore the last checkpoint, if there is one, and let each of several processes draw its own numbers."""
+    """Restore the last checkpoint, if there is one, and seed each process differently."""
     last = run.checkpoints()[-1:]
     if processes.world > 1:
         step = int(last[0].name.removeprefix(CHECKPOINT)) if last else 0
@@ -253,7 +253,7 @@ def _vocabulary(run: Run, config: dict[str, Any]) -> Vocabulary:
 
 
 def initialise(model: Model, task: Task[Any], run: Run) -> int:
-    """Copy the weights of another run, rows of classes by their names; return how many classes it knew."""
+    """Copy the weights of another run, matching classes by name; return the number of matches."""
     if task.part[1] > 1:
         raise ValueError("--init needs all class weights in every process, so it is for one process")
     other, before, _ = load(run)
@@ -296,7 +296,7 @@ def _same_classes(task: Task[Any], other: Task[Any]) -> tuple[torch.Tensor, torc
 
 @contextmanager
 def usable(run: Run) -> Iterator[None]:
-    """Turn whatever the files of a run can cause into a `ValueError` of one line that names the folder."""
+    """Turn any error that a run's files can cause into a `ValueError` of one line that names the folder."""
     try:
         yield
     except OSError:

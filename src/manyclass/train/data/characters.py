@@ -11,7 +11,7 @@ from .spool import Ragged, RaggedWriter
 SIZES = (3, 4)
 #: Features that n-grams are hashed to.
 BUCKETS = 1 << 18
-#: Names that are hashed at once.
+#: Names that are hashed at a time.
 NAMES = 1 << 16
 _STEP, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 

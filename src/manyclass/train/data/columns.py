@@ -1,4 +1,4 @@
-"""Which columns of a table are wanted, and the rows that come."""
+"""Selection of the columns of a table, and the rows read from it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ import polars as pl
 from ..records import quoted
 from .files import bare_suffix
 
-#: A row as Python sees it: strings, or None where nothing is.
+#: A row in Python: strings, or None for an empty cell.
 Record = dict[str, str | None]
 #: Names of columns that a message lists.
 LISTED = 20
@@ -19,7 +19,7 @@ RECBOLE = {"user": "user_id", "item": "item_id"}
 
 
 class Layout(NamedTuple):
-    """How a text file is to be read, where its name does not tell."""
+    """Options for reading a text file, where its name does not decide."""
 
     #: Between the fields of a table; None: what the name of the file says.
     separator: str | None = None

@@ -151,7 +151,7 @@ def decode_lines(path: Path, lines: Iterable[bytes], first: int = 1) -> Iterator
 def read_pieces(path: Path, advance: Advance = ignore, encoding: str = UTF_8) -> Iterator[str]:
     """Yield a text in pieces of about ``CHUNK`` bytes that start and end with a whole word; memory: one piece.
 
-    White space between two pieces comes at the start of the second. Only a word longer than a piece is cut.
+    White space between two pieces is at the start of the second. Only a word longer than a piece is cut.
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     line, rest, started = 1, "", False
@@ -172,7 +172,7 @@ def read_pieces(path: Path, advance: Advance = ignore, encoding: str = UTF_8) ->
 
 
 def _cut(text: str, final: bool) -> tuple[str, str]:
-    """Cut a text before its last word, which may go on, and the white space before it."""
+    """Cut a text before its last word, which may be incomplete, and the white space before it."""
     if not text or text.isspace():
         return "", "\n" if "\n" in text else text[:1]
     head, *last = text.rsplit(None, 1)

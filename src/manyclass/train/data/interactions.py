@@ -54,7 +54,7 @@ def read_interactions(
 ) -> Interactions:
     """Read interactions to train on; items seen less than ``min_count`` times are dropped, unless they are ``known``.
 
-    Items that are ``known``, each once, are classes even if nobody took them.
+    Items that are ``known``, each listed once, are classes even without interactions.
 
     ``.csv``, ``.tsv``, ``.inter``, ``.parquet``, ``.jsonl`` and ``.ndjson`` have the named columns. ``.data`` and
     ``.dat``, as of MovieLens, have no header: their columns are numbered from 1. The items of a user are put in the
@@ -95,7 +95,7 @@ def read_interactions(
 
 
 def _facts(file: Path, entries: Entries, columns: Columns, dropped: int, why: str) -> list[str]:
-    """Say what was read, so that a person sees a wrong reading."""
+    """Describe what was read, so that users can spot a wrong reading."""
     span = entries.times.span()
     facts = [f"{len(entries.items):,} rows, {entries.num_users:,} users, {len(entries.item_names):,} items"]
     facts += [f"times {span}"] if span else []

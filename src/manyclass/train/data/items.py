@@ -21,7 +21,7 @@ from .vocabulary import numbering
 KINDS = ("category", "number", "text")
 #: Texts are words and pairs of words, hashed.
 TEXTS = Texts(ngrams=2, buckets=1 << 17)
-#: Numbers are cut at so many standard deviations from their mean.
+#: Numbers are clipped at this many standard deviations from their mean.
 FARTHEST = 5.0
 #: Of the files in the run's folder.
 NAME = "items"
@@ -35,13 +35,13 @@ class Feature(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> "Feature":
-        """Read ``column`` or ``column:kind``; a column is a category unless the text says otherwise."""
+        """Parse ``column`` or ``column:kind``; the default kind is a category."""
         column, colon, kind = text.rpartition(":")
         return Feature(column, kind) if colon and kind in KINDS else Feature(text, KINDS[0])
 
 
 class Items(NamedTuple):
-    """Attributes of all classes, as `write` left them in a folder."""
+    """Attributes of all classes, written to a folder by `write`."""
 
     #: Shape ``(num_classes, columns)``, int32, in ``[0, num_values)``; 0 is for what is unknown.
     categories: np.ndarray
@@ -67,7 +67,7 @@ class Items(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The items of a file, and the cells of each feature, None where nothing is."""
+    """The items of a file, and the cells of each feature, None for an empty cell."""
 
     names: list[str]
     cells: list[list[str | None]]

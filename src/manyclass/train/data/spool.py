@@ -1,4 +1,4 @@
-"""Numbers on the disk instead of in memory: on their way to a result, and rows of different lengths."""
+"""Arrays on disk instead of in memory: temporary spools, and rows of different lengths."""
 
 import tempfile
 from array import array
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ..atomic import replacing
 from ..records import first_line, regular
 
-#: Numbers that are held at once.
+#: Numbers in memory at a time.
 CHUNK = 1 << 20
 
 
@@ -48,7 +48,7 @@ class Spool:
         self._length = max(self._length, start + len(array))
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return the numbers from ``start`` on, ``count`` of them or as many as there are."""
+        """Return at most ``count`` numbers from ``start``."""
         self._file.seek(start * self.dtype.itemsize)
         count = max(0, min(count, self._length - start))
         return np.frombuffer(self._file.read(count * self.dtype.itemsize), dtype=self.dtype)
@@ -160,7 +160,7 @@ class Ragged:
 
 
 class RaggedWriter:
-    """Rows of int32 that come one part after the other, on their way to ``folder``; memory: one part."""
+    """Write rows of int32 to ``folder``, part by part; memory: one part."""
 
     def __init__(self, folder: Path):
         self._folder = folder

@@ -1,4 +1,4 @@
-"""Made-up interactions whose exact distribution is known, for any number of classes."""
+"""Synthetic interactions with a known distribution, for any number of classes."""
 
 import math
 import tempfile
@@ -16,11 +16,11 @@ from .files import Advance, ignore
 SUFFIXES = (".csv", ".tsv", ".parquet", ".jsonl", ".txt")
 MAX_ITEMS = 10_000_000
 CLUSTERS = 128
-#: How much a user's taste, and the item before, change what comes next.
+#: Strength of the influence of the user and of the previous item on the next item.
 STRENGTH = 6.0
 #: How far users are from the cluster they like best.
 SPREAD = 0.5
-#: Interactions that are held at once.
+#: Interactions in memory at a time.
 ROWS = 1 << 18
 
 
@@ -96,7 +96,7 @@ def synthesise(
 
     The suffix chooses the format: ``.csv``, ``.tsv``, ``.parquet`` and ``.jsonl`` have the columns user, item,
     timestamp; ``.txt`` has the items of a user on a line. The file appears when it is complete, and the same
-    arguments give the same file. ``advance`` is told the number of further interactions. Memory: 8 bytes per item
+    arguments give the same file. ``advance`` receives the number of further interactions. Memory: 8 bytes per item
     and a chunk.
     """
     one_of("the suffix of the file", file.suffix, SUFFIXES)

@@ -14,7 +14,7 @@ class FeedForward(nn.Module):
     Args:
         num_classes: number of items.
         features: size of the embeddings and of the output.
-        history: how many previous items it sees; three in the paper.
+        history: number of previous items that it reads; three in the paper.
         user_values: number of distinct values of all user features together.
         user_features: number of user features.
         dropout: share of the values that are dropped before the last layer.
@@ -57,7 +57,7 @@ class Transformer(nn.Module):
     Args:
         num_classes: number of items.
         features: size of the embeddings and of the output; a multiple of ``heads``.
-        history: how many previous items it sees.
+        history: number of previous items that it reads.
         user_values: number of distinct values of all user features together.
         user_features: number of user features; their embeddings are added at every position.
         layers: attention layers.
@@ -96,7 +96,7 @@ class Transformer(nn.Module):
         users: Tensor,  # shape: (batch, user_features)
     ) -> Tensor:
         """Return the hidden states ``(batch, history, features)``, zero where there is no item."""
-        row, place = (items >= 0).nonzero(as_tuple=True)  # most places of most users are empty: they cost nothing
+        row, place = (items >= 0).nonzero(as_tuple=True)  # most positions are empty, so compute on the others only
         hidden = self.scale * look_up(self.embedding, items[row, place]) + self.position[place - items.shape[1]]
         if self.users is not None:
             hidden = hidden + self.users(users).sum(dim=1)[row]

@@ -1,4 +1,4 @@
-"""Classes from what they are made of: a network on categories, numbers and bags of hashed features."""
+"""Class embeddings from attributes: a network on categories, numbers and bags of hashed features."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ SPREAD = 0.5
 
 
 class Attributes(NamedTuple):
-    """What a tower knows of each class. Columns are numbered together, and so are buckets."""
+    """The attributes of each class. Columns are numbered together, and so are buckets."""
 
     #: Values of categories, shape ``(num_classes, columns)``, in ``[0, num_values)``.
     categories: Tensor

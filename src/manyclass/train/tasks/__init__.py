@@ -1,4 +1,4 @@
-"""What people train: each task turns files into batches, and hidden states into predictions."""
+"""Training tasks: each turns files into batches, and hidden states into predictions."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a task brings to the training loop."""
+"""The interface between a task and the training loop."""
 
 import json
 from abc import ABC, abstractmethod
@@ -17,14 +17,14 @@ from ..records import read_json
 from ..settings import Settings
 
 IGNORE = -100
-#: Held-out examples in one batch, of tasks whose examples are apart.
+#: Held-out examples in one batch, for tasks with independent examples.
 EVALUATED = 512
 
 S = TypeVar("S", bound=Settings)
 
 
 class Batch(NamedTuple):
-    """Inputs of a trunk and what its hidden states ``(batch, time, features)`` shall predict."""
+    """Inputs of a trunk, and the targets of its hidden states ``(batch, time, features)``."""
 
     inputs: tuple[Tensor, ...]
     #: Classes, ``(batch, time, labels)``; `IGNORE` where there is none.
@@ -41,25 +41,25 @@ class Batch(NamedTuple):
 
 
 class Task(ABC, Generic[S]):
-    """A data set, prepared in a folder, as batches that are functions of the step: a run can go on anywhere.
+    """A data set, prepared in a folder. A batch is a function of the step, so a run can resume at any step.
 
     Args:
-        settings: what the run was told.
-        folder: where `prepare` wrote.
+        settings: of the run.
+        folder: the output of `prepare`.
         vocabulary: the classes.
         part: which of how many processes this one is: batches have only its part of the rows.
     """
 
     #: On the command line.
     name: str
-    #: Batches of an epoch follow each other in the text, so the trunk has a state that they hand on.
+    #: Whether batches of an epoch are consecutive text, so that the trunk's state carries over.
     recurrent = False
     train_examples: int
     heldout_examples: int
     #: 0 without test data.
     test_examples: int = 0
     steps_per_epoch: int
-    #: What the best checkpoint is selected by, if nothing else is asked for.
+    #: The default measure to select the best checkpoint by.
     measure = "loss"
     #: Whether rankings are measured in training, besides the loss.
     ranked = True
@@ -128,13 +128,13 @@ class Task(ABC, Generic[S]):
 
 
 def own_part(rows: Any, part: tuple[int, int]) -> Any:
-    """Return the rows of one process of several: neighbours, as many as the others have, or one more."""
+    """Return the consecutive rows of one process; sizes of processes differ by at most one."""
     rank, world = part
     return rows[rank * len(rows) // world : (rank + 1) * len(rows) // world]
 
 
 def write_facts(folder: Path, lines: list[str], **facts: Any) -> None:
-    """Remember what is not an array, and what people are told about the data, in ``lines``."""
+    """Write facts about the data as JSON, and ``lines`` about them to print."""
     (folder / "facts.json").write_text(json.dumps({"lines": lines, **facts}))
 
 

@@ -18,7 +18,7 @@ from ..records import typed
 from ..settings import ClassifySettings
 from .base import EVALUATED, IGNORE, Batch, Task, every, read_facts, tensor, write_facts
 
-#: Without a held-out file, one of so many documents.
+#: Without a held-out file, one document of this many is held out.
 HELDOUT = 10
 _KINDS = {True: "texts", False: "numbered features"}
 PAIR = re.compile(r"(\d+):([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
@@ -34,7 +34,7 @@ class _Part:
         if len(self.labels) != len(self.features) or len(self.values) != len(self.features.values):
             raise ValueError(f"{folder / name}: labels, features and values are not of the same documents")
         self.label_count = self.labels.lengths()
-        self.rows = np.flatnonzero(self.label_count)  # documents without labels teach nothing
+        self.rows = np.flatnonzero(self.label_count)  # documents without labels are not examples
 
     def batch(self, rows: np.ndarray) -> Batch:
         """Return some documents, and their labels, padded to the most that one of them has."""
@@ -115,7 +115,7 @@ class Classify(Task[ClassifySettings]):
         if self.hashed:
             ids, values = _texts(self.settings).features(line)
             if not ids:
-                raise ValueError("no words to go on from")
+                raise ValueError("no words to predict from")
             return _document(ids, values.tolist())
         pairs = [PAIR.fullmatch(word) for word in line.split()]
         if not pairs or None in pairs:

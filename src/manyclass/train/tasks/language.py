@@ -16,10 +16,10 @@ from ..models import LSTM, Attributes, Tower
 from ..settings import LanguageSettings
 from .base import Batch, Task, copied, own_part, tensor, write_facts
 
-#: Without a held-out file, this share of the text, its end, but at most so many words.
+#: Without a held-out file, this share at the end of the text is held out, up to a number of words.
 HELDOUT = 0.05
 MOST_HELDOUT = 200_000
-#: Held-out text is read in so many streams, or fewer if it is short, and windows of so many words.
+#: Number of streams of held-out text, fewer if it is short, and the length of a window in words.
 STREAMS = 16
 WINDOW = 50
 #: Words that people are shown after reading.
@@ -122,7 +122,7 @@ class Language(Task[LanguageSettings]):
         """Encode the words of a line; words that are not classes count as rare."""
         words = WORD.findall(line) if self.settings.split == "words" else line.split()
         if not words:
-            raise ValueError("no words to go on from")
+            raise ValueError("no words to predict from")
         tokens = tensor(np.array([[self.ids.get(word, 0) for word in words]]))
         return Batch((tokens,), tokens.new_empty(1, len(words), 0))
 
@@ -132,7 +132,7 @@ class Language(Task[LanguageSettings]):
 
 
 def _facts(what: str, tokens: Path, vocabulary: Vocabulary) -> list[str]:
-    """Say what was read, so that a person sees a wrong reading: classes back to words."""
+    """Describe what was read, with classes as words, so that users can spot a wrong reading."""
     text = load_array(tokens, np.int32)
     rare = int((text == 0).sum())
     shown = " ".join(vocabulary.names[index] for index in text[:SHOWN])

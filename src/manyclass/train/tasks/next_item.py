@@ -20,14 +20,14 @@ from ..settings import NextItemSettings
 from .base import EVALUATED, IGNORE, Batch, Task, copied, every, read_facts, tensor, write_facts
 
 HISTORY = {"transformer": 50, "feed-forward": 3}
-#: Without a held-out file, the last items of every user who has so many.
+#: Without a held-out file, the last items of every user with at least this many are held out.
 SHORTEST_HELDOUT = 3
-#: Shares of the interactions, by time, that come before the held-out ones and before the test.
+#: Shares of the interactions, by time, before the held-out ones and before the test.
 LATE = (0.8, 0.9)
 
 
 class _Positions:
-    """Places in sequences in rising order, so many for each user, computed when asked for; memory: ``O(users)``.
+    """Positions in sequences, ascending, several per user, computed on demand; memory: ``O(users)``.
 
     Args:
         last: the last place of each user, shape ``(users,)``.
@@ -135,7 +135,7 @@ class NextItem(Task[NextItemSettings]):
         if len(columns) > 1:
             raise ValueError(f"{folder}: the users do not have the features that the settings name")
         self.attributes = self._attributes(folder) if settings.item_feature else None
-        # The transformer predicts at all places of a window, the network only what comes after it.
+        # The transformer predicts at all positions of a window, the network only the item after it.
         self.each = settings.model == "transformer"
         self.examples = self.train.windows(self.history) if self.each else self.train.targets
         self.train_examples, self.heldout_examples = len(self.train.targets), len(self.held_positions)
@@ -222,7 +222,7 @@ class NextItem(Task[NextItemSettings]):
         items = [word for word in words if not self._feature(word)]
         known = [self.ids[word] for word in items if word in self.ids]
         if not known:
-            raise ValueError(f"unknown item {quoted(items[0])}" if items else "no items to go on from")
+            raise ValueError(f"unknown item {quoted(items[0])}" if items else "no items to predict from")
         history = known[-self.history :]
         padded = [-1] * (self.history - len(history)) + history
         users = torch.tensor([[features.get(column, 0) for column in columns]], dtype=torch.long).view(1, -1)
@@ -247,11 +247,11 @@ class NextItem(Task[NextItemSettings]):
 
 
 def _item_facts(settings: NextItemSettings, table: Table, vocabulary: Vocabulary) -> list[str]:
-    """Say what the table of items was read as."""
+    """Describe how the table of items was read."""
     described, cold = set(table.names), int((vocabulary.counts == 0).sum())
     missing = sum(name not in described for name in vocabulary.names)
     facts = [f"{settings.items}: {len(table.names):,} items, {cold:,} of them in no interaction"]
-    facts += [f"{missing:,} others are not in it, so nothing is known of them"] if missing else []
+    facts += [f"{missing:,} others are not in it, so they have no attributes"] if missing else []
     return [", ".join(facts)]
 
 
