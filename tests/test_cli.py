@@ -73,22 +73,27 @@ def test_errors_are_one_line(tmp_path):
     assert str(blocked) in run.stderr
 
 
-def test_demo(tmp_path):
+def test_demo(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "ITEMS", 300)
+    monkeypatch.setattr(demo, "USERS", 100)
     console = Console(record=True, width=200)
     text = write_text(tmp_path, 9000, 50)
-    for _ in range(2):  # the second time it begins anew
+    for _ in range(2):  # the second time it starts again
         demo.run(6, tmp_path / "out", 0, console, [text])
     printed = console.export_text()
-    assert str(tmp_path / "out" / "demo.html") in printed
     assert "1.0×" in printed
-    losses = {}
-    for name in demo.SAMPLERS:
-        with (tmp_path / "out" / name / "metrics.csv").open() as file:
-            losses[name] = [float(row["heldout_loss"]) for row in csv.DictReader(file)]
-    assert {len(own) for own in losses.values()} == {6}
-    # The same start for all: the first loss is that of the untrained model.
-    assert len({round(own[0], 4) for own in losses.values()}) == 1
-    assert (tmp_path / "out" / "demo.png").read_bytes()[:4] == b"\x89PNG"
+    for part in ("words", "recommender"):
+        assert str(tmp_path / "out" / f"{part}.html") in printed
+        losses = {}
+        for name in demo.SAMPLERS:
+            with (tmp_path / "out" / part / name / "metrics.csv").open() as file:
+                losses[name] = [float(row["heldout_loss"]) for row in csv.DictReader(file)]
+        assert {len(each) for each in losses.values()} == {6}
+        # The same start for all: the first loss is that of the untrained model.
+        assert len({round(each[0], 4) for each in losses.values()}) == 1
+        gap = losses["blocks"][-1] - losses["full"][-1]
+        assert f"blocks ends {abs(gap):.2f} {'above' if gap > 0 else 'below'} it" in printed
+        assert (tmp_path / "out" / f"{part}.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_bench_draws(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,10 @@ def table(runs: Sequence[Run]) -> Table:
     return result
 
 
-def plot(runs: Sequence[Run], file: Path) -> None:
+def plot(runs: Sequence[Run], file: Path, caption: str = "") -> None:
     """Draw the held-out loss against steps and against training time, as a PNG."""
-    names = _legend(runs)
-    figure = curves.draw(_title(runs), names, _panels(runs)[:2])
+    title = "\n".join(filter(None, (_title(runs), textwrap.fill(caption, 110))))
+    figure = curves.draw(title, _legend(runs), _panels(runs)[:2])
     with replacing(file) as temporary:
         figure.savefig(temporary, dpi=120, format="png")
 
