@@ -4,6 +4,7 @@ import importlib.util
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,15 @@ def example(name):
 
 def test_every_example_is_tested():
     assert {file.stem for file in EXAMPLES.glob("*.py")} == TINY.keys()
+
+
+def test_pages_show_parts_of_examples():
+    page = (EXAMPLES.parent / "docs" / "how-to" / "frameworks.md").read_text("utf-8")
+    parts = re.findall(r"^--8<--\nexamples/(.*):(.*)\n--8<--$", page, re.M)
+    assert len(parts) == 3
+    assert page.count("--8") == 2 * len(parts)  # no marker is broken, as by a formatter
+    for file, part in parts:
+        assert f"[start:{part}]" in (EXAMPLES / file).read_text("utf-8")
 
 
 def made_text(file):
