@@ -1,5 +1,5 @@
-# `make demo` and `make test` set up everything by themselves, once: a virtual environment in .venv with torch from the
-# pin in constraints.txt, then this package with its native core, built against that torch.
+# The first `make demo` or `make test` sets up a virtual environment in .venv: torch as pinned in constraints.txt, then this
+# package with its native core, built against that torch.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -8,7 +8,7 @@ BIN := .venv/bin
 demo: .venv/ready
 	$(BIN)/manyclass demo
 
-# Two processes with one thread each take half the time of one process with two threads: small tensors gain little from threads.
+# Small tensors gain little from threads, so two processes with one thread each take half the time of one with two threads.
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
@@ -31,7 +31,7 @@ wheel: .venv/ready
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude libtorch_cpu.so -w dist build/wheel/*.whl
 	cp build/wheel/*.tar.gz dist
 
-# The wheel in a new environment, with no compiler in reach.
+# Test the wheel in a new environment without a compiler.
 test-wheel: wheel
 	$(PYTHON) -m venv --clear build/env
 	build/env/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
@@ -54,7 +54,7 @@ bench: .venv/ready
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	touch $@
 
-# The development install knows the modules by name: it is made anew when one comes or goes.
+# The development install lists the modules by name, so it is repeated when a folder below src changes.
 .venv/ready: .venv/torch pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(shell find src -type d -not -name __pycache__)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group dev
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation --editable '.[cli]'
