@@ -59,7 +59,8 @@ def _compare(
         folder = out / name / sampler
         if Run(folder).exists():  # of an earlier demo
             shutil.rmtree(folder)
-        prepared = show.prepare(task, settings(folder, chosen), console)
+        # The data are the same for all runs, so they are described once.
+        prepared = show.prepare(task, settings(folder, chosen), Console(quiet=True) if runs else console)
         with show.progress_bars(console) as progress:
             _, stopped = show.train(prepared, progress, f"{name}, {sampler}")
         if stopped:
