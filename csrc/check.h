@@ -60,7 +60,7 @@ inline void check_ids(const Tensor& ids, int64_t low, int64_t limit, const char*
   if (wrong != end) refuse(op, ": ", name, " must be in [", low, ", ", limit, "), got ", *wrong);
 }
 
-// The same, and each larger than the one before: threads may share them out.
+// The same, and strictly ascending, so that threads can divide them.
 inline void check_ascending(const Tensor& ids, int64_t limit, const char* op, const char* name) {
   check_ids(ids, 0, limit, op, name);
   const auto *begin = ids.const_data_ptr<int64_t>(), *end = begin + ids.numel();

@@ -40,7 +40,7 @@ inline __attribute__((always_inline)) float encode(const float* row, int64_t col
   return largest / most;
 }
 
-// Rows that are asked for ahead of the ones in use.
+// Rows that are prefetched ahead of the ones in use.
 constexpr int64_t kAhead = 24;
 
 inline void prefetch(const int8_t* codes, int64_t stride) {

@@ -1,4 +1,4 @@
-// Vectors in 8 bits per number, each with a scale of its own: value = code · scale.
+// Vectors in 8 bits per number, with one scale per vector: value = code · scale.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The tree of blocks: where its nodes and classes lie, and how an example walks down it.
+// The tree of blocks: its layout, and the beam of a search.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace manyclass {
 
-// Every node that is kept has this many children that are kept: three bisections lie between two levels.
+// Children of a stored node: three bisections separate two stored levels.
 constexpr int64_t kBranching = 8;
 
 // Positions of the classes: the first `outliers` belong to no block, the others to `blocks` blocks that differ in size
@@ -19,7 +19,7 @@ constexpr int64_t kBranching = 8;
 // `blocks` is a power of two.
 struct Layout {
   int64_t classes, outliers, blocks;
-  int shift = shift_of(blocks);  // a division would take a good part of a search
+  int shift = shift_of(blocks);  // a division would be slow in a search
 
   static int shift_of(int64_t blocks) {
     int shift = 0;
@@ -47,8 +47,8 @@ inline std::vector<Level> levels_of(const Layout& layout, int64_t top) {
   return levels;
 }
 
-// Nodes of a level that an example follows on its way to `width` blocks: above the leaves half as many do nearly as well, but
-// never a smaller part of the level than the blocks are of all.
+// Beam width on a level in a search for `width` blocks. Above the leaves half the width does nearly as well, if it keeps at
+// least the same share of its level.
 inline int64_t beam_width(const Layout& layout, const Level& level, int64_t width) {
   if (level.nodes == layout.blocks) return width;
   return std::max((width + 1) / 2, (std::min(width, layout.blocks) * level.nodes + layout.blocks - 1) / layout.blocks);
@@ -66,7 +66,7 @@ inline void check_sizes(const Layout& layout, const char* op) {
   require((layout.blocks & (layout.blocks - 1)) == 0, op, ": blocks must be a power of two, got ", layout.blocks);
 }
 
-// The tree of sums over the blocks, (2 · blocks,): that of the root stands for all.
+// The tree of sums over the blocks, (2 · blocks,). The sum at the root is the total.
 inline void check_sums(const Tensor& sums, const char* op) {
   check(sums, ScalarType::Double, 1, op, "sums");
   const int64_t blocks = sums.numel() / 2;

@@ -1,4 +1,4 @@
-// Sampled softmax loss and its gradients without a gathered copy of the class weights: rows are read where they lie.
+// Sampled softmax loss and its gradients without a gathered copy of the class weights: rows are read in place.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -17,10 +17,10 @@ namespace {
 
 using namespace manyclass;
 
-// The log of a sum of nothing: finite, so that its slopes, zero, can be multiplied with.
+// The log of an empty sum: finite, so that products with its slopes, which are 0, are defined.
 constexpr float kNothing = -1e30f;
 
-// The loss of examples with negatives of their own and a pool that they share.
+// The loss of examples with own negatives and a shared pool.
 // logits: (batch, pool), those of the pool, replaced by the derivatives of the loss
 // query: (batch, columns)   weight: (num_classes, columns)   bias: (num_classes,) or (0,)
 // classes: (batch, 1 + own), the positive first, or −1   log_count: (batch, own)   pool_log_count: (pool,)
@@ -113,7 +113,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_loss_(const Tensor& logits, c
       const double rest = static_cast<double>(exp_sum(slope + 1, slots - 1, largest)) + exp_sum(pool, shared, largest);
       const double total = rest + first;
       loss_data[row] = static_cast<float>(std::log(total) + largest - positive);
-      // −rest/total and not first/total − 1: it keeps its precision where the positive takes nearly all.
+      // −rest/total instead of first/total − 1 keeps its precision if the positive has nearly all the mass.
       slope[0] = alone ? 0.0f : signs[0] * static_cast<float>(-rest / total);
       const auto scale = static_cast<float>(1 / total);
       for (int64_t k = 1; k < slots; ++k) slope[k] *= signs[k] * scale;
@@ -192,7 +192,7 @@ std::tuple<Tensor, Tensor, Tensor> row_gradients(const Tensor& query, const Tens
   auto* row_data = row_ids.mutable_data_ptr<int64_t>();
   auto* value_data = values.mutable_data_ptr<float>();
   auto* bias_data = bias_values.mutable_data_ptr<float>();
-  // A row belongs to one thread and its examples come in order: the sum is the same however many threads there are.
+  // A row belongs to one thread and its examples are in order, so the sum does not depend on the number of threads.
   torch::stable::parallel_for(0, rows, 64, [&](int64_t begin, int64_t end) {
     std::vector<int64_t> examples;
     std::vector<float> factors;

@@ -11,7 +11,7 @@ namespace {
 
 using namespace manyclass;
 
-// Rows that are fetched ahead of the one in use.
+// Rows that are prefetched ahead of the one in use.
 constexpr int64_t kAhead = 8;
 
 // weight: (num_rows, columns)   first: the same, or (0, columns) for none   second: (num_rows, columns), (num_rows, 1) for one

@@ -1,4 +1,4 @@
-// Balanced bisection: rows into blocks of given sizes whose members lie close together.
+// Balanced bisection: divide rows into blocks of given sizes whose members are close together.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -14,7 +14,7 @@ namespace {
 
 using namespace manyclass;
 
-// Rows that the direction of a split is found from; more would not change it much.
+// Rows that estimate the direction of a split. More would hardly change it.
 constexpr int64_t kSample = 512;
 constexpr int kPowerIterations = 3, kMeansIterations = 4;
 
@@ -24,7 +24,7 @@ struct Projected {
   bool operator<(const Projected& other) const { return value < other.value || (value == other.value && id < other.id); }
 };
 
-// The direction that parts the rows at `sample` best: their principal direction by power iteration, then a few steps of
+// The direction that separates the rows at `sample` best: their principal direction by power iteration, then a few steps of
 // 2-means with halves of equal size.
 struct Splitter {
   const float* rows;
@@ -80,7 +80,7 @@ struct Splitter {
         shrink(values);
         total = std::accumulate(values.begin(), values.end(), 0.0f);
       } else {
-        // NaN has no place in an order: std::nth_element would run out of the array.
+        // NaN cannot be ordered: std::nth_element would read beyond the array.
         for (float& value : values) value = std::isfinite(value) ? value : 0.0f;
         sorted = values;
         std::nth_element(sorted.begin(), sorted.begin() + count / 2, sorted.end());

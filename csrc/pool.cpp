@@ -53,7 +53,7 @@ std::tuple<Tensor, Tensor> pool_draw(const Tensor& sums, const Tensor& uniform, 
   const double offset = *uniform.const_data_ptr<double>();
   std::atomic<bool> sound{std::isfinite(data[1]) && data[1] >= 0};  // exceptions must not leave a thread
   torch::stable::parallel_for(0, samples, 256, [&](int64_t begin, int64_t end) {
-    // Points ascend, so most of a path is that of the point before: the share of each left child is remembered.
+    // Points ascend, so most of a path equals that of the previous point, and the share of each left child is kept.
     std::vector<int64_t> path(64, 0);
     std::vector<double> lefts(64, 0.0);
     double total = 0;

@@ -1,4 +1,4 @@
-// Each example walks down the tree of blocks to those that hold most of its mass, and scores their classes exactly.
+// Search of the tree of blocks: each example visits the blocks with most of its mass and scores their classes exactly.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -15,7 +15,7 @@ using namespace manyclass;
 struct LogSum {
   double largest = -INFINITY, sum = 0;
 
-  // Adds Σ exp(values), which are lost.
+  // Adds Σ exp(values) and overwrites the values.
   void add(float* values, int64_t count) {
     if (count == 0) return;
     const float top = manyclass::largest(values, count);
@@ -29,10 +29,10 @@ struct LogSum {
   float value() const { return static_cast<float>(sum > 0 ? largest + std::log(sum) : -INFINITY); }
 };
 
-// Beside twice as many as are wanted, so many of the best classes by codes are scored exactly.
+// A search for k classes scores the best 2·k + kRescored candidates by code exactly.
 constexpr int64_t kRescored = 64;
 
-// What a search reads: the tree of blocks, the classes in codes, and the class weights themselves.
+// The data of a search: the tree of blocks, the codes of the classes, and the class weights.
 struct Index {
   const int8_t *mean, *code;
   const float *mean_scale, *spread, *code_scale, *weight, *bias;
@@ -88,7 +88,7 @@ struct Index {
   }
 };
 
-// What one example meets on its way down.
+// The search of one example.
 struct Visit {
   const Index& index;
   int64_t width;                        // blocks that are visited
@@ -158,7 +158,7 @@ struct Visit {
   }
 
   void score_classes(const float* query) {
-    // Children of nodes that ascend ascend: the blocks come in the order of the classes.
+    // Children of ascending nodes are ascending, so the blocks are in the order of the classes.
     const Layout& layout = index.layout;
     const int64_t outliers = layout.outliers;
     begins.clear(), starts.clear();
@@ -184,7 +184,7 @@ struct Visit {
   }
 };
 
-// The negatives that each example draws for itself, of the classes that it visits.
+// The own negatives of each example, drawn from the classes that it visits.
 // query: (batch, columns)   exclude: (batch,), −1 for none   uniform: (batch,), float64   sums: (2 · blocks,), float64
 // pool: (samples,), positions of the shared pool, ascending   share: of the pool that is drawn uniformly
 // -> ids (batch, number); log_count (batch, number), +inf for an empty slot; hidden (2, k): pairs of an example and a slot

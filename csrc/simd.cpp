@@ -53,7 +53,7 @@ MANYCLASS_SIMD void dots(const float* query, const float* rows, int64_t count, i
 
 namespace {
 
-// Rows that are asked for ahead of the one in use.
+// Rows that are prefetched ahead of the one in use.
 constexpr int64_t kAhead = 8;
 
 }  // namespace
@@ -270,7 +270,7 @@ MANYCLASS_SIMD void choose(const float* e, const float* pool, int64_t count, int
   } else {
     low = high;
   }
-  // Now who belongs to it is settled; c is solved for once more, so that exactly `number` are drawn.
+  // The members are now fixed. Solve for c again, so that exactly `number` are drawn.
   int32_t members = 0;
   float rest = 0;
 #pragma omp simd reduction(+ : members, rest)
@@ -281,7 +281,7 @@ MANYCLASS_SIMD void choose(const float* e, const float* pool, int64_t count, int
     rest += chance[i];
   }
   double c = members <= number ? INFINITY : wanted / rest;
-  for (bool changed = members > number; changed;) {  // who is certain lets the others have more
+  for (bool changed = members > number; changed;) {  // members that become certain raise c for the others
     const auto bound = static_cast<float>(1 / c);
     int32_t certain = 0;
     float open = 0;
@@ -302,7 +302,7 @@ MANYCLASS_SIMD void choose(const float* e, const float* pool, int64_t count, int
   }
 }
 
-// NaN becomes any integer on its way, and stays NaN: to keep it out would cost a tenth of the loop.
+// The integer part of NaN is arbitrary, but the result is NaN. Excluding NaN would cost a tenth of the loop.
 __attribute__((no_sanitize("float-cast-overflow"))) MANYCLASS_SIMD float exp_sum(float* values, int64_t count, float shift) {
   float sum = 0;
 #pragma omp simd reduction(+ : sum)

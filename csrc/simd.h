@@ -12,7 +12,7 @@
 
 namespace manyclass {
 
-// Asks for `size` numbers before they are read.
+// Prefetches `size` numbers.
 inline void prefetch_row(const float* row, int64_t size) {
   for (int64_t i = 0; i < size; i += 16) __builtin_prefetch(row + i);
 }
@@ -30,7 +30,7 @@ float squared_distance(const float* a, const float* b, int64_t size);
 // How many of the values are not in [0, 1).
 int64_t outside_unit(const double* values, int64_t count);
 
-// out[j] = ⟨query, rows[j]⟩ for `count` rows of `size` columns that lie one after the other.
+// out[j] = ⟨query, rows[j]⟩ for `count` rows of `size` columns that are contiguous.
 void dots(const float* query, const float* rows, int64_t count, int64_t size, float* out);
 
 // The same for rows at ids[0], ids[1], … of a large matrix, which are fetched ahead of their use.
@@ -39,7 +39,7 @@ void dots_at(const float* query, const float* matrix, const int64_t* ids, int64_
 // out = Σ_j factors[j] · matrix[ids[j]].
 void combine_at(const float* matrix, const int64_t* ids, const float* factors, int64_t count, int64_t size, float* out);
 
-// out[i] = Σ_c rows[c][i] over `count` rows that lie one after the other.
+// out[i] = Σ_c rows[c][i] over `count` rows that are contiguous.
 void sum_rows(const float* rows, int64_t count, int64_t size, float* out);
 
 // out[(i, l)] = Σ_c rows[c][i] · rows[c][l] for i ≤ l, row by row of the upper triangle: size · (size + 1) / 2 numbers.
@@ -53,7 +53,7 @@ float subtract_max(float* values, const float* offsets, int64_t count, float flo
 float add_row(const float* row, int64_t size, float* out);
 
 // Log-masses of nodes whose logits have the means in `values`, in place, and the variances `norm · spread`: those of
-// exp(log_size) Gaussian logits, or of their largest where the spread is so large that it alone counts (the random energy model).
+// exp(log_size) Gaussian logits, or of their largest if the spread is so large that it dominates (the random energy model).
 // `spread` is overwritten. Returns 0, or NaN if a mean or a variance is not finite.
 float masses(float* values, float* spread, int64_t count, float norm, float log_size, bool absolute);
 
@@ -71,7 +71,7 @@ void select_best(const float* values, int64_t count, float bound, int64_t k, int
 // out[i] = sums[i] · scales[i] · scale.
 void scale_sums(const int32_t* sums, const float* scales, float scale, int64_t count, float* out);
 
-// Takes absolute values if they are wanted; returns 0, or NaN if one is not finite.
+// Takes absolute values if `absolute` is set; returns 0, or NaN if one is not finite.
 float finish_outputs(float* values, int64_t count, bool absolute);
 
 // values[i] = −∞ where ids[i] is `id`.

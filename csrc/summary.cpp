@@ -11,7 +11,7 @@ namespace {
 
 using namespace manyclass;
 
-// Rows that are asked for ahead of the one in use.
+// Rows that are prefetched ahead of the one in use.
 constexpr int64_t kAhead = 12;
 
 // The class weights, and their codes.

@@ -1,8 +1,8 @@
 // The paper's divide-and-conquer tree (Section 3.2): draws from ⟨φ(h), z(C)⟩, and sums z(C) after an update.
 //
-// Classes lie in leaves of `leaf_size`, one after the other. Level l has sizes[l] nodes; node j of a level is the parent
+// Classes are in leaves of `leaf_size`, in order. Level l has sizes[l] nodes; node j of a level is the parent
 // of nodes j·branching, … of the next, and the last level is that of the leaves. The first level hangs under one root.
-// Sums of all levels lie in one array, the first level first.
+// Sums of all levels are in one array, the first level first.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -18,7 +18,7 @@ namespace {
 
 using namespace manyclass;
 
-// What the kernel alpha·⟨h, w⟩^degree + 1 may have: more is beyond the range of numbers.
+// Largest parameters of the kernel alpha·⟨h, w⟩^degree + 1, so that values stay in the range of floating point numbers.
 constexpr int64_t kMostDegree = 64;
 constexpr double kMostAlpha = 1e30;
 
@@ -66,8 +66,8 @@ struct Path {
   int64_t slot;
 };
 
-// The draws of one example. Draws are kept in the order of their numbers, so those that reach one node lie together
-// and each node is evaluated once, however many draws pass through it.
+// The draws of one example. Draws are sorted by their uniform numbers, so those that reach one node are adjacent, and
+// each node is evaluated once for all of them.
 struct Example {
   const Tree& tree;
   const float *query, *features;
@@ -92,7 +92,7 @@ struct Example {
       all += counts[i];
     }
     finite &= total < INFINITY;
-    if (!finite) total = 0;  // the walk goes on by the counts, and its result is not used
+    if (!finite) total = 0;  // continue by the counts; the result is not used
     for (int64_t i = 0; i < size; ++i) {
       mass[i] = total > 0 ? std::max(mass[i], floor * total * counts[i] / all) : counts[i];
       sum += mass[i];
@@ -100,7 +100,7 @@ struct Example {
     for (int64_t i = 0; i < size; ++i) mass[i] /= sum;
   }
 
-  // Deals the draws [begin, end) out to the parts; calls visit(part, begin, end) for each part that got some.
+  // Assigns the draws [begin, end) to the parts; calls visit(part, begin, end) for each part with draws.
   template <class Visit>
   void deal(const double* probability, int64_t size, Path* begin, Path* end, const Visit& visit) const {
     int64_t last = size - 1;
@@ -246,8 +246,8 @@ std::tuple<Tensor, Tensor> tree_draw(const Tensor& features, const Tensor& query
   return {ids, log_prob};
 }
 
-// Computes anew the sums of the given leaves, sorted and distinct, and of all nodes above them, for the quadratic kernel
-// alpha·⟨h, w⟩² + 1: nothing is added to old sums, so nothing drifts.
+// Recomputes the sums of the given leaves, sorted and distinct, and of all nodes above them, for the quadratic kernel
+// alpha·⟨h, w⟩² + 1. Old sums are not incremented, so there is no drift.
 void tree_refresh_(const Tensor& sums, const Tensor& weight, std::vector<int64_t> sizes, int64_t leaf_size,
                    int64_t branching, const Tensor& leaves, double alpha) {
   const Tree tree(sums, weight, std::move(sizes), leaf_size, branching, "tree_refresh_");
@@ -261,7 +261,7 @@ void tree_refresh_(const Tensor& sums, const Tensor& weight, std::vector<int64_t
   const auto diagonal = static_cast<float>(std::sqrt(alpha)), above = static_cast<float>(std::sqrt(2 * alpha));
   const int64_t per_top = tree.span[0] / leaf_size;
 
-  // A thread does a whole subtree of the first level: its sums stay in the cache on their way up.
+  // A thread sums a whole subtree of the first level, so that its sums stay in the cache.
   torch::stable::parallel_for(0, tree.sizes[0], 1, [&](int64_t begin, int64_t end) {
     std::vector<int64_t> touched;
     std::vector<float> memory(leaf_size * (tree.columns + 31) + 16);
