@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .pages import use_huge_pages
 from .samplers.base import Sampler
 
 # Steps between refreshes of all rows, for a sampler that cannot find untracked changes itself, …
@@ -61,6 +62,7 @@ class Follower:
         if sampler.adaptive:
             self._update(sampler, weight, bias, step, tracked)
         else:
+            self._meet(sampler, weight)
             self.touched = []
         self.version = version(weight)
         return True
@@ -78,8 +80,14 @@ class Follower:
         else:
             self.touched = []
 
+    def _meet(self, sampler: Sampler, weight: Tensor) -> None:
+        """Prepare for reading rows at random, once."""
+        if self.version < 0:
+            use_huge_pages(weight.detach(), *sampler.buffers())
+
     def refresh(self, sampler: Sampler, weight: Tensor, bias: Tensor | None) -> None:
         """Update the sampler from all rows."""
+        self._meet(sampler, weight)
         sampler.update(weight, bias=bias)
         self.touched, self.version, self.behind, self.witness = [], version(weight), 0, None
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import checks
+from ..pages import use_huge_pages
 from ..untraced import untraced
 from . import lazy
 from .rows import RowUpdate, update_rows_
@@ -71,6 +72,8 @@ class Rows(Optimizer):
             raise ValueError(f"lr * weight_decay must be below 1, got {update.weight_decay}")
         state["step"] = torch.tensor(float(step))
         self._make_moments(group, parameter, state)
+        if step == 1:
+            use_huge_pages(*self._tables(parameter)[1:])
         if lazy.ROW_STEP not in state and (update.decay1 or update.decay2 != 1 or update.weight_decay):
             lazy.start(state, len(parameter), parameter.device)
         complete = lazy.ROW_STEP not in state

@@ -1,0 +1,61 @@
+"""Large tables lie in huge pages, where the kernel has them."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from manyclass import SampledSoftmax, optim, pages
+
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def huge_kilobytes(address: int) -> int:
+    """Read how much of the mapping that holds an address is in huge pages."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(part, 16) for part in first.split("-"))
+            inside = begin <= address < end
+        elif inside and first == "AnonHugePages:":
+            return int(line.split()[1])
+    return 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are asked for on Linux only")
+@pytest.mark.skipif(not SETTING.exists() or "[never]" in SETTING.read_text(), reason="this kernel has no huge pages")
+def test_large_tables_are_in_huge_pages():
+    table = torch.randn(1 << 23)  # 32 MB, in use already
+    before = table.clone()
+    middle = table.data_ptr() + table.nbytes // 2
+    pages.use_huge_pages(table)
+    if not huge_kilobytes(middle):
+        pytest.skip("this kernel gave no huge pages: too little free memory, or older than Linux 6.1")
+    assert huge_kilobytes(middle) >= table.nbytes // 1024 // 2
+    assert torch.equal(table, before)
+
+
+def test_a_layer_and_its_optimiser_ask_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr("manyclass.refresh.use_huge_pages", lambda *tensors: asked.append(len(tensors)))
+    monkeypatch.setattr("manyclass.optim.base.use_huge_pages", lambda *tensors: asked.append(len(tensors)))
+    for sampler in ("blocks", "uniform"):
+        asked.clear()
+        head = SampledSoftmax(8, 500, sampler, 16)
+        optimizer = optim.AdamW(head.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            head(torch.randn(4, 8), torch.randint(500, (4,))).backward()
+            optimizer.step()
+        assert asked == [1 + len(list(head.sampler.buffers())), 2]
+
+
+def test_small_tables_and_other_devices_are_left_alone(monkeypatch):
+    called = []
+    monkeypatch.setattr(pages, "_madvise", lambda *arguments: called.append(arguments))
+    pages.use_huge_pages(None, torch.zeros(1000), torch.zeros(1 << 23, device="meta"))
+    assert not called
+    pages.use_huge_pages(torch.zeros(1 << 23))
+    assert len(called) == 2
