@@ -1,13 +1,28 @@
 """The generated tables of the docs; ``python tests/readme.py`` writes them."""
 
+import csv
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from manyclass import samplers
-from manyclass.experiments import comparison, comparison_report
+from manyclass.experiments import comparison, comparison_report, quality
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGE, RELATED, RESULTS = DOCS / "samplers.md", DOCS / "related-work.md", DOCS / "results"
+README = DOCS.parent / "README.md"
+PAGE, RELATED, MEASURED, RESULTS = (
+    DOCS / "samplers.md",
+    DOCS / "related-work.md",
+    DOCS / "measured.md",
+    DOCS / "results",
+)
+# Layers of the README's table, as `manyclass bench step` calls them, and what the README calls them.
+LAYERS = {
+    "full softmax": "full softmax",
+    "quadratic": "the paper's quadratic kernel",
+    "blocks": "`manyclass`, default",
+    "uniform pool": "uniform pool of as many negatives: faster, with a larger error",
+}
 
 
 def with_table(text: str, name: str = "samplers", table: str | None = None) -> str:
@@ -25,7 +40,89 @@ def comparison_groups() -> dict[str, list[comparison.Result]]:
     return comparison_report.grouped("quick", comparison.DATASETS, RESULTS)
 
 
+def rows(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """Lay out a table whose first column is text."""
+    header = list(header)
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in [header, rule, *lines])
+
+
+def results(name: str) -> list[dict[str, str]]:
+    """Read a CSV of the results."""
+    with (RESULTS / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def step_table() -> str:
+    """Steps of some layers with a million classes, from `manyclass bench step`."""
+    steps = [row for row in results("step.csv") if (row["in_features"], row["num_classes"]) == ("64", "1000000")]
+    found = {name: next(row for row in steps if row["layer"].startswith(name)) for name in LAYERS}
+    full = float(found["full softmax"]["seconds"])
+    lines = [
+        (title, f"{1e3 * (seconds := float(found[name]['seconds'])):.1f}", f"{full / seconds:.1f}×")
+        for name, title in LAYERS.items()
+    ]
+    return rows(("output layer", "milliseconds", "full softmax / this"), lines)
+
+
+def sizes_table() -> str:
+    """Steps as the classes grow, from `manyclass bench step`."""
+    steps = [row for row in results("step.csv") if row["in_features"] == "64"]
+    sizes = list(dict.fromkeys(row["num_classes"] for row in steps))
+    layers = ("full softmax", "uniform pool", "uniform pool of 12", "TensorFlow", "blocks")
+    names = [next(row["layer"] for row in steps if row["layer"].startswith(layer)) for layer in layers]
+    cells = {(row["num_classes"], row["layer"]): f"{1e3 * float(row['seconds']):.1f}" for row in steps}
+    lines = [(f"{int(size):,}", *(cells.get((size, name), "left out") for name in names)) for size in sizes]
+    return rows(("classes", *names), lines)
+
+
+def settings_table() -> str:
+    """Errors of static pools and of settings of blocks on trained models, from `manyclass bench settings`."""
+    measured = results("settings.csv")
+    models = list(dict.fromkeys(row["model"] for row in measured))
+    cells: dict[tuple[str, str, str], list[str]] = {}
+    for row in measured:
+        cell = f"{float(row['error']):.3f}, {float(row['gradient_error']):.3f}"
+        cells.setdefault((row["sampler"], row["own"], row["pool"]), []).append(cell)
+    return rows(("sampler", "own", "pool", *models), [(*setting, *line) for setting, line in cells.items()])
+
+
+def quality_table() -> str:
+    """Complete trainings with blocks against those with the full softmax, from `manyclass reproduce quality`."""
+    found = list(quality.read(RESULTS).values())
+    lines = []
+    for dataset, optimizer in quality.PAIRS:
+        full, blocks = (
+            [one for one in found if one.trial[:3] == (dataset, sampler, optimizer)] for sampler in ("full", "blocks")
+        )
+        compared = quality.compare(blocks, full)
+        if compared is None:
+            continue
+        seeds = {one.trial.seed for one in full} & {one.trial.seed for one in blocks}
+        mean = [quality.estimate(values).mean for values in ([one.loss for one in full], [one.recall for one in full])]
+        cells = (
+            str(len(seeds)),
+            f"{mean[0]:.3f}",
+            f"{mean[1]:.4f}",
+            compared.loss.text("+"),
+            compared.recall.text("+"),
+        )
+        lines.append((f"{dataset}, {optimizer}", *cells))
+    header = ("data, optimiser", "seeds", "full: loss", "full: recall@20", "blocks: Δ loss", "blocks: Δ recall@20")
+    return rows(header, lines)
+
+
+def generated() -> dict[Path, str]:
+    """Compose the pages that hold tables of results."""
+    measured = MEASURED.read_text("utf-8")
+    for name, table in {"sizes": sizes_table(), "settings": settings_table(), "quality": quality_table()}.items():
+        measured = with_table(measured, name, table)
+    return {README: with_table(README.read_text("utf-8"), "steps", step_table()), MEASURED: measured}
+
+
 if __name__ == "__main__":
+    for page, text in generated().items():
+        page.write_text(text, "utf-8")
     PAGE.write_text(with_table(PAGE.read_text("utf-8")), "utf-8")
     groups = comparison_groups()
     overview = comparison_report.overview(groups)

@@ -47,6 +47,11 @@ def test_the_page_has_the_table():
     assert readme.with_table(text) == text, f"run `make readme`; the table is:\n{samplers.table()}"
 
 
+@pytest.mark.parametrize("page", (readme.README, readme.MEASURED), ids=lambda page: page.name)
+def test_tables_of_results_are_those_of_the_files(page):
+    assert readme.generated()[page] == page.read_text("utf-8"), "run `make readme`"
+
+
 def test_a_table_that_differs_is_rewritten():
     text = readme.PAGE.read_text("utf-8")
     for stale in (text.replace("`own=`", "`wide=`"), text.replace('| `"uniform"` |', '| `"even"` |')):
