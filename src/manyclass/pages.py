@@ -1,4 +1,4 @@
-"""Keep large tables in huge pages, so that reading rows at random costs fewer misses of the processor's address cache."""
+"""Keep large tables in huge pages: reading rows at random then costs fewer misses of the address cache."""
 
 import ctypes
 import mmap
