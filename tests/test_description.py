@@ -146,7 +146,7 @@ def test_num_samples_has_one_meaning(text):
 
 
 def test_the_default_numbers_are_those_in_the_docs():
-    documented = re.search(r"\(default: (\d+)\).*\(default: (\d+)\)", " ".join(SampledSoftmax.__doc__.split()))
+    documented = re.search(r"The default is (\d+) if .* It is (\d+) if", " ".join(SampledSoftmax.__doc__.split()))
     assert documented
     assert tuple(map(int, documented.groups())) == (NUM_SAMPLES["example"], NUM_SAMPLES["batch"])
     for scope in NUM_SAMPLES:
