@@ -1,5 +1,6 @@
 """The layer inside torch's own machinery: frozen parameters, checkpoints of activations, meta devices, other states."""
 
+import copy
 import functools
 import gc
 import inspect
@@ -236,6 +237,19 @@ def test_pickles_do_not_carry_the_last_batch():
     small = len(pickle.dumps(layer))
     layer(*batch(size=4096))
     assert len(pickle.dumps(layer)) < small + 20_000
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_copies_train_where_the_original_would(name):
+    """Between the backward pass and the optimiser's step. The trees of copies may take them for a further step."""
+    query, target = batch()
+    layer = SampledSoftmax(D, N, name, 16, **SAMPLERS[name])
+    layer(query, target, context=target).backward()
+    for duplicate in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
+        pair, losses = (duplicate(layer), layer), []
+        for each in pair:
+            losses.append(each(query, target, context=target, generator=torch.Generator().manual_seed(0)))
+        torch.testing.assert_close(*losses, rtol=0.02 if name == "blocks" else 0.0, atol=0.0)
 
 
 def test_a_single_vector_has_a_best_class():

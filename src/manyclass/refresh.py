@@ -57,6 +57,7 @@ class Follower:
         """
         known = version(weight) == self.version and self.touched is not None and weight.requires_grad
         if known and (self.witness is None or _unchanged(weight.detach(), *self.witness)):
+            sampler.attach(weight, bias)  # copies and pickles of a layer have a sampler without class weights
             return False
         self.witness = None
         if sampler.adaptive:
