@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from manyclass import FullSoftmax, SampledSoftmax, kernels, optim, samplers
+from manyclass import Cosine, FullSoftmax, SampledSoftmax, kernels, optim, samplers
 
 N, D = 200, 6
 
@@ -360,18 +360,47 @@ class Served(nn.Module):
         return self.layer.topk(query, self.k) if self.k else (self.layer.log_prob(query),)
 
 
+LAYERS = {
+    "softmax": lambda: make(bias=True),
+    "absolute": lambda: make(bias=True, prediction="absolute"),
+    "cosine": lambda: make(cosine=Cosine(5.0)),
+    "encoder": lambda: make(classes=nn.Embedding(N, D)),
+    "full": lambda: FullSoftmax(D, N, bias=True),
+}
+
+
 @pytest.mark.parametrize("k", [0, 3], ids=["log_prob", "topk"])
-@pytest.mark.parametrize("absolute", [False, True])
-def test_export_compile_and_vmap(k, absolute):
-    layer = make(bias=True, prediction="absolute" if absolute else "softmax").eval()
+@pytest.mark.parametrize("kind", LAYERS)
+def test_export_compile_and_vmap(k, kind):
+    layer = LAYERS[kind]().eval()
+    layer.refresh()
     model, query = Served(layer, k), torch.randn(5, D)
     dynamic = ({0: torch.export.Dim("batch", min=2, max=4096)},)
+    torch._dynamo.reset()
     exported = torch.export.export(model, (query,), dynamic_shapes=dynamic).module()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for function in (exported, compiled, torch.vmap(model)):
         for found, wanted in zip(function(query), model(query), strict=True):
             torch.testing.assert_close(found, wanted)
     assert exported(torch.randn(17, D))[0].shape[0] == 17
+
+
+def test_graphs_of_cosines_are_never_stale():
+    """A compiled graph cannot tell whether the cache of normalised embeddings is stale, so it does not read it."""
+    layer, query = make(cosine=Cosine(5.0)).eval(), torch.randn(5, D)
+    functions = [torch.compile(layer.log_prob, fullgraph=True, backend="eager"), torch.vmap(layer.log_prob)]
+    for function in functions:
+        with torch.no_grad():
+            layer.embedding.weight.add_(torch.randn(N, D))
+        normalised = nn.functional.normalize
+        wanted = (5 * normalised(query, dim=-1) @ normalised(layer.embedding.weight, dim=-1).T).log_softmax(-1)
+        torch.testing.assert_close(function(query), wanted)
+
+
+def test_a_graph_of_an_encoder_that_encoded_nothing_is_refused():
+    layer = make(classes=nn.Embedding(N, D)).eval()
+    with pytest.raises(Exception, match=r"call refresh\(\) on the layer before you compile or export"):
+        torch.export.export(Served(layer, 0), (torch.randn(5, D),))
 
 
 def test_a_layer_that_nobody_needs_is_freed_at_once():

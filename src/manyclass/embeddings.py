@@ -137,8 +137,12 @@ class ClassEmbeddings(nn.Module):
 
     def _fresh_tables(self) -> Tables:
         """Return `_tables` for exact results: encode all classes, or warn, if the cache is stale."""
-        if self.cache is not None:
+        if self.cache is not None and not torch.compiler.is_compiling():
             self.cache.ensure(self._known, self._sources(), self._automatic())
+        elif self.cache is not None and self.classes is None:  # a graph cannot ask whether the cache is stale
+            return self._known(torch.arange(self.shard.size, device=self.weight.device)), self._offsets()
+        elif self.cache is not None and not self.cache.started:
+            raise ValueError("classes have no embeddings yet: call refresh() on the layer before you compile or export")
         return self._tables()
 
     def _scored(

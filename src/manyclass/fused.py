@@ -196,6 +196,8 @@ class _SelectRows(torch.autograd.Function):
 
 def select_rows(weight: Tensor, rows: Tensor, sparse: bool, exchange: Exchange | None = None) -> Tensor:
     """Return ``weight[rows]`` for sorted, distinct ``rows``; its gradient is sparse or dense."""
+    if not torch.is_grad_enabled():  # vmap takes no autograd.Function of this kind
+        return weight[rows]
     return cast(Tensor, _SelectRows.apply(weight, rows, sparse, exchange))
 
 
