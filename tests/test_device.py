@@ -1,5 +1,6 @@
 """Layers, samplers, optimisers and checkpoints on a second device: nothing mixes devices, the host rarely waits."""
 
+import copy
 import math
 
 import pytest
@@ -8,7 +9,7 @@ from strict_device import DEVICE, MixedDevicesError, Strict, StrictTensor, stric
 from torch.utils import _pytree as pytree
 
 import manyclass
-from manyclass import FullSoftmax, SampledSoftmax, kernels, ops, optim, samplers
+from manyclass import CosFace, Cosine, FullSoftmax, SampledSoftmax, kernels, ops, optim, samplers
 from manyclass.samplers import line, partition
 
 N, D, BATCH = 600, 6, 12
@@ -227,6 +228,35 @@ def test_a_step_rarely_waits_for_the_device(device, name):
         assert head.sampler.partition.blocks > line.REFRESH  # blocks wait in line
         assert head.sampler.rebuild_at > 10  # a second tree has been made
     assert max(waits) <= WAITS, device.waits
+
+
+OPTIONS = {
+    "several": {},
+    "bias": {"bias": True},
+    "dense": {"sparse": False},
+    "none": {"reduction": "none"},
+    "absolute": {"prediction": "absolute"},
+    "cosine": {"cosine": Cosine(8.0)},
+    "margin": {"cosine": Cosine(8.0, margin=CosFace(0.2))},
+    "encoder": {"classes": torch.nn.Embedding(N, D)},
+}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_options_make_the_host_wait_no_longer(device, kind):
+    """Clipping is part of the step, too."""
+    head = make("blocks", DEVICE, validate=False, **copy.deepcopy(OPTIONS[kind])).to(DEVICE)
+    optimizer = optim.AdamW(head.parameters())
+    for step in range(5):
+        query, target, _ = batch(step, DEVICE)
+        if kind == "several":
+            target = torch.stack([target, (target.clamp(min=0) + 1) % N, torch.full_like(target, -100)], dim=-1)
+        before = device.count
+        optimizer.zero_grad()
+        head(query, target, generator=torch.Generator(DEVICE).manual_seed(step)).sum().backward()
+        manyclass.clip_grad_norm_(head.parameters(), 1.0)
+        optimizer.step()
+        assert device.count - before <= WAITS, device.waits
 
 
 def test_checks_make_the_host_wait(device):

@@ -165,7 +165,7 @@ class ClassEmbeddings(nn.Module):
             offsets = fused.select_rows(offsets, rows, self.sparse, exchange)
         weight = weight.to(query.dtype)
         if target.dim() == 1 and margin is None:
-            return fused.sampled_loss(query, weight, offsets, target, draw, prediction=self.prediction, sparse=False)
+            return fused.sampled_loss(query, weight, offsets, target, draw, prediction=self.prediction, sparse=None)
         options = {"prediction": self.prediction, "margin": margin}
         return positives.sampled_loss(query, weight, offsets, target, draw, **options)
 

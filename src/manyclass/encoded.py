@@ -69,8 +69,10 @@ class Step(NamedTuple):
 
 def renumber(target: Tensor, draw: Draw) -> Step:
     """Collect the distinct classes of targets and draw, or class 0 if there are none. A target of −1 is none."""
-    rows = torch.cat([target[target >= 0], draw.ids.flatten(), draw.pool]).unique()
-    rows = rows if len(rows) else rows.new_zeros(1)
+    every = torch.cat([target.flatten(), draw.ids.flatten(), draw.pool])
+    # One that is there takes the place of −1: to leave it out, the host would have to wait for the device.
+    every = every.where(every >= 0, every.amax().clamp(min=0)) if len(every) else every.new_zeros(1)
+    rows = every.unique()
     places = draw._replace(ids=torch.searchsorted(rows, draw.ids), pool=torch.searchsorted(rows, draw.pool))
     return Step(rows, torch.where(target >= 0, torch.searchsorted(rows, target), -1), places)
 
@@ -157,10 +159,14 @@ class Cache(Counters):
         """Take at most ``number`` classes, in turn, that were not encoded since the sweep began its present round."""
         size, device = len(self.rows), self.rows.device
         self.cursor %= size  # the checkpoint may be that of a larger shard
-        window = min(WINDOW * number, size - self.cursor)
-        candidates = torch.arange(self.cursor, self.cursor + window, device=device)
-        due = candidates[self.encoded_at[candidates] < self.round_began][:number]
-        self.cursor = int(due[-1]) + 1 if len(due) == number > 0 else self.cursor + window
+        if device.type == "cpu":
+            window = min(WINDOW * number, size - self.cursor)
+            candidates = torch.arange(self.cursor, self.cursor + window)
+            due = candidates[self.encoded_at[candidates] < self.round_began][:number]
+            self.cursor = int(due[-1]) + 1 if len(due) == number > 0 else self.cursor + window
+        else:  # to skip some, the host would have to wait for the device
+            due = torch.arange(self.cursor, min(self.cursor + number, size), device=device)
+            self.cursor += len(due)
         if self.cursor >= size:
             self.cursor, self.round_began = 0, self.steps
         return due

@@ -26,14 +26,15 @@ def sampled_loss(
     draw: Draw,
     *,
     prediction: str,
-    sparse: bool,
+    sparse: bool | None,
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `functional.sampled_softmax_loss` of each example and the output of its positive, both ``(batch,)``.
 
     An example without a positive has the output 0, and its loss is the log-sum-exp of its corrected negatives: one
     shard's part of a loss. With ``sparse=True`` the gradients of ``weight`` and ``bias`` are coalesced sparse tensors
-    of the drawn rows. On the CPU in float32 a native kernel reads the rows in place. Elsewhere they are gathered.
+    of the drawn rows. None says that the tables hold the classes of this step only. On the CPU in float32 a native
+    kernel reads the rows in place. Elsewhere they are gathered.
     """
     if not ops.native_for(query, weight):
         return reference_loss(
@@ -52,7 +53,7 @@ def reference_loss(
     draw: Draw,
     *,
     prediction: str,
-    sparse: bool,
+    sparse: bool | None,
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `sampled_loss` in plain PyTorch."""
@@ -74,7 +75,7 @@ def gathered_outputs(
     draw: Draw,
     *,
     prediction: str,
-    sparse: bool,
+    sparse: bool | None,
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return outputs of positives ``(batch,)`` and negatives ``(batch, own + pool)``, and log-counts of negatives.
@@ -85,15 +86,19 @@ def gathered_outputs(
     here, classes = target >= 0, torch.cat([draw.ids.flatten(), draw.pool])
     # An example without a positive points to a row that is read anyway, and gives it no gradient.
     known = torch.where(here, target, classes[0]) if len(classes) else target.clamp(min=0)
-    rows, place = torch.unique(torch.cat([known, classes]), return_inverse=True)
+    place = torch.cat([known, classes])
+    if sparse is not None:
+        rows, place = torch.unique(place, return_inverse=True)
+        weight = select_rows(weight, rows, sparse, exchange)
+        bias = None if bias is None else select_rows(bias, rows, sparse, exchange)
     positives, own, pool = place.split([len(known), draw.ids.numel(), len(draw.pool)])
     own = own.view(draw.ids.shape)
-    drawn = select_rows(weight, rows, sparse, exchange).to(query.dtype)
+    drawn = weight.to(query.dtype)
     positive = (query * F.embedding(positives, drawn)).sum(dim=-1)
     each = torch.einsum("bd,bkd->bk", query, F.embedding(own, drawn))
     shared = query @ F.embedding(pool, drawn).T
     if bias is not None:
-        offsets = select_rows(bias, rows, sparse, exchange).to(query.dtype).squeeze(-1)
+        offsets = bias.to(query.dtype).squeeze(-1)
         positive, each, shared = positive + offsets[positives], each + offsets[own], shared + offsets[pool]
     pool_log_count = draw.pool_log_count.to(query.dtype).clamp(max=EMPTY).expand_as(shared)
     pool_log_count = pool_log_count.masked_fill(draw.hidden_mask(), EMPTY)
@@ -131,7 +136,7 @@ class _Native(torch.autograd.Function):
         pool_log_count: Tensor,
         hidden: Tensor,
         absolute: bool,
-        sparse: bool,
+        sparse: bool | None,
         exchange: Exchange | None,
     ) -> tuple[Tensor, Tensor]:
         query, offsets = query.contiguous(), query.new_empty(0) if bias is None else bias.flatten()
@@ -202,7 +207,7 @@ def select_rows(weight: Tensor, rows: Tensor, sparse: bool, exchange: Exchange |
 
 
 def _row_gradient(
-    weight: Tensor, rows: Tensor, values: Tensor, sparse: bool, exchange: Exchange | None = None
+    weight: Tensor, rows: Tensor, values: Tensor, sparse: bool | None, exchange: Exchange | None = None
 ) -> Tensor:
     """Return the gradient of ``weight`` whose sorted, distinct ``rows`` are ``values``; the others are zero."""
     if exchange is not None:

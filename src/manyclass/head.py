@@ -119,10 +119,10 @@ class Head(ClassEmbeddings):
                 losses = self._training_losses(query, labels, context, generator)
             else:
                 losses = self._exact_losses(query, labels, self._fresh_tables())
+        losses = losses.where(labels >= 0, 0.0) if several else losses
         if self.reduction == "none":
-            losses = losses.where(labels >= 0, 0.0) if several else losses
             return losses.new_zeros(here.shape).index_copy(0, kept, losses).reshape(target.shape)
-        return self.shard.reduce(losses[labels >= 0] if several else losses, self.reduction)
+        return self.shard.reduce(losses, self.reduction, (labels >= 0).sum() if several else None)
 
     def _training_losses(
         self, query: Tensor, target: Tensor, context: Tensor | None, generator: torch.Generator | None

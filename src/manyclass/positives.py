@@ -21,11 +21,11 @@ def sampled_loss(
 ) -> tuple[Tensor, Tensor]:
     """Compute `fused.sampled_loss` and the output after the margin of each target, shaped as ``target``.
 
-    Gradients of ``weight`` and ``bias`` are dense. Slots that hold a target must be empty.
+    Tables hold the classes of this step only. Gradients are dense. Slots that hold a target must be empty.
     """
     labels = target if target.dim() == 2 else target.unsqueeze(-1)
     nobody = labels.new_full((len(labels),), -1)
-    rest, _ = fused.sampled_loss(query, weight, bias, nobody, draw, prediction=prediction, sparse=False)
+    rest, _ = fused.sampled_loss(query, weight, bias, nobody, draw, prediction=prediction, sparse=None)
     here, known = labels >= 0, labels.clamp(min=0)
     positive = torch.einsum("bd,bkd->bk", query, F.embedding(known, weight))
     if bias is not None:

@@ -145,7 +145,7 @@ class SampledSoftmax(Counters, Resumable):
     def _begin_step(self, query: Tensor, target: Tensor, context: Tensor | None) -> None:
         """Bring the sampler and the number of negatives up to date, and keep the batch for `diagnostics`."""
         self.monitor.begin(query.detach(), target, context)
-        self.sampler.begin(target if target.dim() == 1 else target[target >= 0])
+        self.sampler.begin(target)
         if self.cache is not None:
             self.follower.told(self.cache.advance(self._known, self._sources()), self.weight)
         changed = self.follower.follow(self.sampler, self.weight, self.bias, self.step, self._tracked())
@@ -190,7 +190,7 @@ class SampledSoftmax(Counters, Resumable):
         """Bring all statistics of an adaptive sampler up to date with the class weights, O(n·d·log n).
 
         With ``classes`` it first encodes all classes. Training refreshes gradually. Call this after changing weights
-        outside of training, once before serving with ``topk(…, probe=…)``, and with ``classes`` before evaluation.
+        outside of training, before ``topk(…, probe=…)`` serves, and with ``classes`` before eval, export or compile.
         """
         super().refresh()
         self.follower.refresh(self.sampler, self.weight, self.bias)

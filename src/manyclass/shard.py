@@ -86,9 +86,11 @@ class Shard:
         """Return whether `mean_rows` sees every row that gets a gradient anywhere."""
         return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
-    def reduce(self, losses: Tensor, reduction: str) -> Tensor:
-        """Reduce the losses of this process's examples."""
-        return functional.reduce(losses, reduction)
+    def reduce(self, losses: Tensor, reduction: str, number: Tensor | None = None) -> Tensor:
+        """Reduce the losses of this process's targets; ``number`` counts them if some losses are padding, 0."""
+        if number is None or reduction != "mean":
+            return functional.reduce(losses, reduction)
+        return losses.sum() / number.clamp(min=1)
 
     def exact_losses(
         self, query: Tensor, target: Tensor, tables: Tables, prediction: str, margin: Margin | None = None

@@ -143,11 +143,11 @@ class RankShard(Shard):
         """Return True: all ranks that change these rows call `mean_rows`."""
         return True
 
-    def reduce(self, losses: Tensor, reduction: str) -> Tensor:
+    def reduce(self, losses: Tensor, reduction: str, number: Tensor | None = None) -> Tensor:
         """Reduce so that the mean over ranks is the mean over the examples of all ranks."""
         if reduction == "mean":
             return losses.sum() * (self.mesh.size() / max(1, self._examples))
-        return super().reduce(losses, reduction)
+        return super().reduce(losses, reduction, number)
 
     def exact_losses(
         self, query: Tensor, target: Tensor, tables: Tables, prediction: str, margin: Margin | None = None

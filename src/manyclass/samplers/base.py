@@ -130,7 +130,7 @@ class Sampler(Described, nn.Module):
         """Return the mean age of the statistics in updates; 0 if every update brings all of them up to date."""
         return 0.0
 
-    def begin(self, target: Tensor) -> None:  # shape: (targets,)
+    def begin(self, target: Tensor) -> None:  # shape: (batch,), or (batch, k) padded with −1
         """Receive the targets of a training step before it draws. Samplers that do not need them ignore it."""
 
     def observe(self, query: Tensor) -> None:  # shape: (batch, in_features)

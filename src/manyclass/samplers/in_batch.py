@@ -102,7 +102,8 @@ class InBatch(Sampler):
 
     def begin(self, target: Tensor) -> None:
         """Take the targets of a batch as the pool of its draws, and count them."""
-        self._targets = checks.indices("target", target, self.num_classes, validate=self.validate).flatten()
+        target = checks.indices("target", target, self.num_classes, ignore=-1, validate=self.validate)
+        self._targets = target[target >= 0] if target.dim() > 1 else target
         if self.stream is not None:
             self.stream.update(self._targets)
 
