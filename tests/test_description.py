@@ -166,15 +166,37 @@ def test_help_names_samplers_and_their_options():
     assert help_of("scope").startswith("For `uniform`, `log_uniform`, `unigram`: ")
 
 
+#: Negatives that an option of a sampler adds to num_samples.
+ON_TOP = ("own", "head", "uniform")
+
+
+@pytest.mark.parametrize("number", [7, 20])
+@pytest.mark.parametrize("name", [*samplers.names(), "uniform pool"])
+def test_num_samples_negatives_are_drawn(name, number):
+    """For every sampler, besides those that an option of its own asks for; and diagnostics count all of them."""
+    options = {"scope": "batch"} if name == "uniform pool" else {}
+    kind, classes = name.split()[0], 200
+    given = {"counts": torch.ones(classes), "pairs": torch.arange(classes).repeat(2, 1).T}
+    small = {"own": 3, "head": 5, "uniform": 6 if kind == "in_batch" else 0.2, "memory": 64, "features": 16}
+    options |= {option: value for option, value in (given | small).items() if option in samplers.options(kind)}
+    head = SampledSoftmax(4, classes, kind, number, **options)
+    query, target = torch.randn(30, 4), torch.arange(30)
+    head(query, target, context=target)
+    draw = head.sampler.draw(query, number, exclude=target, context=target)
+    on_top = sum(value for option, value in options.items() if option in ON_TOP and isinstance(value, int))
+    assert draw.ids.shape[1] + len(draw.pool) == number + on_top
+    assert (len(draw.pool) > 0) == (head.sampler.scope == "batch")
+    assert (head.diagnostics().own, head.diagnostics().pool) == (draw.ids.shape[1], len(draw.pool))
+
+
 @pytest.mark.parametrize(
     ("sampler", "options", "numbers"),
     [
-        ("uniform", {}, (50, 0)),
         ("uniform", {"scope": "batch"}, (0, 50)),  # with replacement: more slots than classes
         ("blocks", {"own": 3}, (3, 9)),  # each class once at most
     ],
 )
-def test_diagnostics_count_what_is_drawn(sampler, options, numbers):
+def test_more_negatives_than_classes(sampler, options, numbers):
     head = SampledSoftmax(4, 9, sampler, 50, **options)
     query, target = torch.randn(6, 4), torch.arange(6)
     head(query, target)

@@ -29,7 +29,7 @@ class SampledSoftmax(Counters, Resumable):
         sampler: a name, a subclass of `samplers.Sampler`, or an object of one. `samplers.table` lists the names.
         num_samples: m, the number of sampled negatives that every example is compared with. The default is 64 if the
             sampler draws per example. It is 4096 if the scope is ``"batch"``: one draw that the batch shares.
-            ``"blocks"`` adds its ``own`` negatives.
+            Some samplers add the negatives of an option, such as ``own`` of ``"blocks"``.
         tolerance: instead of ``num_samples``: the largest bias of the loss in nats, such as 0.02. The layer measures
             its bias (see `diagnostics`) as it trains, and adapts ``num_samples`` and the sampler's ``own``.
         prediction: ``"softmax"`` for p ∝ exp(o). ``"absolute"`` for p ∝ exp(|o|), which suits the symmetric kernels

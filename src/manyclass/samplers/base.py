@@ -56,8 +56,8 @@ class Sampler(Described, nn.Module):
         Args:
             query: the model's last hidden layer.
             num_samples: m, the number of sampled negatives that every example is compared with. The scope of the
-                sampler decides whether they are drawn per example, or once and shared by the batch. ``"blocks"`` adds
-                its ``own`` negatives.
+                sampler decides whether they are drawn per example, or once and shared by the batch. Some samplers add
+                the negatives of an option, such as ``own`` of ``"blocks"``.
             exclude: one class per example that must not be drawn, the positive, or −1 for none. Own draws come from q
                 restricted to the other classes and renormalised. A pool comes from q itself, and each example masks
                 the slots that hold its positive.

@@ -74,7 +74,7 @@ NumSamples = Annotated[
         LAYER,
         "Number of sampled negatives that every example is compared with. Default: "
         f"{NUM_SAMPLES['example']} if they are drawn per example, {NUM_SAMPLES['batch']} if the sampler's scope is "
-        "`batch`, so that the batch shares them. `blocks` adds its `own` negatives.",
+        "`batch`, so that the batch shares them. `blocks` adds --own.",
         min=1,
     ),
 ]
