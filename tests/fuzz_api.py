@@ -37,8 +37,7 @@ class Caller:
 
     def __call__(self, function: Callable[..., Any], **arguments: Any) -> tuple[Any, dict[str, Any]]:
         """Call a function; return its result and the arguments that it was really given."""
-        here = self.spoils and not self.spoiled and self.rng.random() < 0.4
-        if here:
+        if arguments and self.spoils and not self.spoiled and self.rng.random() < 0.4:
             self.spoiled = self.rng.choice(sorted(arguments))
             arguments[self.spoiled] = wrong(self.rng, arguments[self.spoiled])
         try:
@@ -113,7 +112,8 @@ def batch_shape(rng: random.Random) -> tuple[int, ...]:
 # --- samplers -----------------------------------------------------------------------------------------------------
 
 
-def make_sampler(rng: random.Random, call: Caller, n: int, d: int) -> tuple[samplers.Sampler, Callable[[], Any]]:
+def sampler_arguments(rng: random.Random, n: int, d: int) -> dict[type[samplers.Sampler], dict[str, Any]]:
+    """Right arguments of the constructors of all samplers."""
     scope = rng.choice(["example", "batch"])
     kernel = rng.choice([kernels.Quadratic(), kernels.Quartic(), kernels.Polynomial(2, 0.5)])
     counts = torch.randint(0, 50, (n,)) + (rng.random() < 0.5)
@@ -123,27 +123,45 @@ def make_sampler(rng: random.Random, call: Caller, n: int, d: int) -> tuple[samp
     power = rng.choice([1.0, 1, 0.75, 0.0, -1.0, 3.0])
     pairs = torch.randint(n, (rng.randint(1, 40), 2))
     shares = {"interpolation": rng.choice([0.1, 1.0, 1e-5, 1e-20, 1e-200])}
+    sizes, bias, tables = {"num_classes": n, "in_features": d}, {"bias": False}, {"every": rng.randint(1, 3)}
     blocks = {"own": rng.randint(1, 12), "probe": rng.randint(1, 9), "block_size": rng.randint(1, 9)}
     tree = {"leaf_size": rng.randint(1, 20), "branching": rng.randint(2, 5), "ending": rng.choice(["class", "leaf"])}
-    kinds: list[tuple[type, dict[str, Any]]] = [
-        (samplers.Uniform, {"num_classes": n, "scope": scope}),
-        (samplers.LogUniform, {"num_classes": n, "scope": scope}),
-        (samplers.Unigram, {"counts": counts, "power": power, "scope": scope}),
-        (samplers.Bigram, {"pairs": pairs, "num_classes": n, **shares}),
-        (samplers.Softmax, {"prediction": rng.choice(functional.PREDICTIONS)}),
-        (samplers.Kernel, {"kernel": kernel}),
-        (samplers.KernelTree, {"kernel": kernel, "num_classes": n, "in_features": d, "bias": False, **tree}),
-        (samplers.Blocks, {"num_classes": n, "in_features": d, "bias": False, **blocks}),
-    ]
-    kind, arguments = rng.choice(kinds)
-    sampler, used = call(kind, **arguments)
-    return sampler, lambda: kind(**used)
+    hashes = {"tables": rng.randint(1, 5), "bits": rng.randint(1, 4), "uniform": rng.choice([0.1, 1.0, 1e-3])}
+    second = {"candidates": rng.randint(1, 40), "counts": rng.choice([None, counts]), "best": rng.random() < 0.3}
+    random_features = {"features": rng.randint(1, 20), "seed": rng.randint(0, 9)}
+    fourier = {"nu": rng.choice([4.0, 0.1]), "floor": rng.choice([0.05, 1.0])}
+    return {
+        samplers.Uniform: {"num_classes": n, "scope": scope},
+        samplers.LogUniform: {"num_classes": n, "scope": scope},
+        samplers.Unigram: {"counts": counts, "power": power, "scope": scope},
+        samplers.Bigram: {"pairs": pairs, "num_classes": n, **shares},
+        samplers.AdaptiveNgram: {"pairs": pairs, "num_classes": n, "memory": rng.randint(1, 64)},
+        samplers.InBatch: {"num_classes": n, "counts": rng.choice([None, counts]), "uniform": rng.randint(0, 5)},
+        samplers.Softmax: {"prediction": rng.choice(functional.PREDICTIONS)},
+        samplers.Kernel: {"kernel": kernel},
+        samplers.named("quartic"): {},
+        samplers.named("quadratic"): {**sizes, **bias, "alpha": rng.choice([10.0, 100.0, 0.5])},
+        samplers.KernelTree: {"kernel": kernel, **sizes, **bias, **tree},
+        samplers.Blocks: {**sizes, **bias, **blocks},
+        samplers.HeadTail: {**sizes, **bias, "head": rng.randint(1, 9), "probe": rng.randint(1, 9)},
+        samplers.TwoPass: {**sizes, **bias, **second},
+        samplers.SimHash: {**sizes, **bias, **hashes, **tables},
+        samplers.MultiIndex: {**sizes, **bias, "codewords": rng.randint(1, 9), **tables},
+        samplers.PositiveFeatures: {**sizes, **bias, **random_features, **tables},
+        samplers.FourierTree: {**sizes, **bias, **random_features, **fourier},
+    }
+
+
+# Which classes they draw depends on more than a distribution.
+WITHOUT_LOG_PROB = (samplers.Blocks, samplers.HeadTail, samplers.TwoPass, samplers.InBatch)
 
 
 def sampler_scenario(rng: random.Random, call: Caller) -> None:
     n, d = rng.choice([1, 2, 5, 30, 200]), rng.randint(1, 6)
-    sampler, again = make_sampler(rng, call, n, d)
+    kind, arguments = rng.choice(list(sampler_arguments(rng, n, d).items()))
+    sampler, constructed = call(kind, **arguments)
     weight = torch.randn(n, d, dtype=rng.choice([torch.float32, torch.float32, torch.float64]))
+    rows = None
     if sampler.adaptive:
         rows = None if rng.random() < 0.7 else torch.randint(n, (rng.randint(0, 4),))
         _, used = call(sampler.update, weight=weight, rows=rows)
@@ -156,22 +174,24 @@ def sampler_scenario(rng: random.Random, call: Caller) -> None:
     if sampler.needs_context:
         options["context"] = torch.randint(n + 3, shape)
     seed = rng.getrandbits(32)
+    target = torch.randint(n, (rng.randint(1, 9),))
+    sampler.begin(target)
 
     def draw(**arguments: Any) -> samplers.Draw:
         return sampler.draw(generator=torch.Generator().manual_seed(seed), **arguments)
 
     result, used = call(draw, query=query, num_samples=rng.randint(1, 40), **options)
     check_draw(sampler, result, used)
-    loaded = again()
-    if sampler.adaptive and isinstance(sampler, samplers.Dense | samplers.KernelTree | samplers.Blocks):
+    loaded = kind(**constructed)
+    if sampler.adaptive:
         loaded.load_state_dict(copy.deepcopy(sampler.state_dict()))
-        if isinstance(sampler, samplers.Blocks):
-            loaded.attach(weight, None)
-        else:
+        if sampler.derived:
             loaded.update(weight, rows)
+        loaded.attach(weight, None)
+    loaded.begin(target)
     other = loaded.draw(generator=torch.Generator().manual_seed(seed), **used)
     assert all(torch.equal(a, b) for a, b in zip(result, other, strict=True)), "the state does not travel"
-    if not isinstance(sampler, samplers.Blocks):
+    if not isinstance(sampler, WITHOUT_LOG_PROB):
         check_probabilities(sampler, result, used, call)
 
 
@@ -225,13 +245,9 @@ def check_probabilities(sampler: samplers.Sampler, draw: samplers.Draw, used: di
 def head_scenario(rng: random.Random, call: Caller) -> None:
     n, d = rng.choice([2, 5, 30, 300]), rng.randint(1, 6)
     dtype = rng.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16])
-    name = rng.choice(["blocks", "uniform", "log_uniform", "unigram", "bigram", "softmax", "quadratic", "quartic"])
-    extra: dict[str, Any] = {
-        "unigram": {"counts": torch.randint(1, 9, (n,)), "power": 0.75},
-        "bigram": {"pairs": torch.randint(n, (30, 2)), "interpolation": 0.1},
-        "blocks": {"own": rng.randint(1, 9)},
-        "quadratic": {"alpha": 10.0},
-    }.get(name, {})
+    name = rng.choice(samplers.names())
+    arguments = sampler_arguments(rng, n, d)[samplers.named(name)]
+    extra = {option: arguments[option] for option in samplers.options(name) if option in arguments}
     sparse = rng.random() < 0.5
     if rng.random() < 0.2:
         extra["embedding"] = nn.Embedding(n, d, sparse=sparse)
@@ -274,31 +290,32 @@ def head_scenario(rng: random.Random, call: Caller) -> None:
 def train_once(head: SampledSoftmax, query: Tensor, target: Tensor, context: dict[str, Tensor], call: Caller) -> None:
     """The sampled loss against the formula, with the negatives that were really drawn."""
     draws: list[tuple[samplers.Draw, Tensor]] = []
-    original = head.sampler.draw
+    original = head.shard.draw
 
-    def noting(query: Tensor, *args: Any, **kwargs: Any) -> samplers.Draw:
-        draws.append((original(query, *args, **kwargs), kwargs["exclude"]))
+    def noting(sampler: samplers.Sampler, examples: Any, *rest: Any) -> samplers.Draw:
+        draws.append((original(sampler, examples, *rest), examples.target))
         return draws[-1][0]
 
-    head.sampler.draw = noting  # type: ignore
+    head.shard.draw = noting  # type: ignore
     try:
         loss, used = call(head, input=query, target=target, **context)
     finally:
-        del head.sampler.draw
+        del head.shard.draw
     query, target = used["input"], used["target"]
-    target = target.long()
-    kept = (target != head.ignore_index).reshape(-1)
-    draw, positive = draws[-1]
+    here = target.long() != head.ignore_index
+    kept = (here.any(-1) if here.dim() == query.dim() else here).reshape(-1)
+    draw, labels = draws[-1]
     outputs = all_outputs(head, query).reshape(-1, head.num_classes)[kept]
-    losses = []
+    expected = torch.zeros(labels.shape, dtype=torch.float64)
     for row in range(len(outputs)):
         count = draw.pool_log_count.double().clone()
         count[draw.hidden[1][draw.hidden[0] == row]] = math.inf
         own = outputs[row, draw.ids[row]] - draw.log_count[row].double()
-        terms = torch.cat([outputs[row, positive[row]][None], own, outputs[row, draw.pool] - count])
-        losses.append(terms.logsumexp(0) - outputs[row, positive[row]])
-    expected = torch.stack(losses) if losses else torch.zeros(0, dtype=torch.float64)
-    check_loss(head, loss, expected, kept, target.shape)
+        negatives = torch.cat([own, outputs[row, draw.pool] - count])
+        for place in (labels[row] >= 0).nonzero():  # one, or several of an example
+            positive = outputs[row, labels[row][tuple(place)]]
+            expected[row][tuple(place)] = torch.cat([positive[None], negatives]).logsumexp(0) - positive
+    check_loss(head, loss, expected, labels >= 0, kept, target.shape)
     head.zero_grad()
     loss.sum().backward()
     for parameter in head.parameters():
@@ -315,7 +332,8 @@ def exact_once(rng: random.Random, head: SampledSoftmax, query: Tensor, target: 
         return
     kept = (target != head.ignore_index).reshape(-1)
     flat = outputs.reshape(-1, head.num_classes)[kept]
-    check_loss(head, loss, F.cross_entropy(flat, target.reshape(-1)[kept], reduction="none"), kept, target.shape)
+    expected = F.cross_entropy(flat, target.reshape(-1)[kept], reduction="none")
+    check_loss(head, loss, expected, torch.ones_like(expected, dtype=torch.bool), kept, target.shape)
     log_prob, used = call(head.log_prob, input=query)
     if call.spoiled not in used:
         assert_close(log_prob.double(), outputs.log_softmax(-1), rtol=1e-4, atol=1e-4)
@@ -341,11 +359,16 @@ def all_outputs(head: SampledSoftmax, query: Tensor) -> Tensor:
     return functional.output(logits, head.prediction)
 
 
-def check_loss(head: SampledSoftmax, loss: Tensor, expected: Tensor, kept: Tensor, shape: torch.Size) -> None:
+def check_loss(
+    head: SampledSoftmax, loss: Tensor, expected: Tensor, here: Tensor, kept: Tensor, shape: torch.Size
+) -> None:
+    """Compare with the losses of all examples that are ``kept``; ``here`` are those that are no padding."""
     if head.reduction == "none":
-        expected = torch.zeros(kept.shape, dtype=torch.float64).masked_scatter(kept, expected).reshape(shape)
-    elif head.reduction == "mean" and len(expected):
-        expected = expected.mean()
+        whole = torch.zeros(*kept.shape, *expected.shape[1:], dtype=torch.float64)
+        whole[kept] = expected
+        expected = whole.reshape(shape)
+    elif head.reduction == "mean" and bool(here.any()):
+        expected = expected[here].mean()
     else:
         expected = expected.sum()
     assert_close(loss.detach().double(), expected, rtol=1e-4, atol=1e-4)

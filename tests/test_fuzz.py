@@ -19,6 +19,11 @@ def test_random_calls(part, calls):
     assert list(fuzz.watch(part, 0, range(calls))) == []
 
 
+def test_every_sampler_is_called_at_random():
+    called = fuzz_api.sampler_arguments(random.Random(0), 5, 3)
+    assert {samplers.named(name) for name in samplers.names()} <= called.keys()
+
+
 def test_errors_crashes_and_calls_that_never_return_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzz, "SILENCE", 5)
     script = tmp_path / "child.py"
