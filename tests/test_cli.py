@@ -145,6 +145,10 @@ def test_bench_identifiers(tmp_path, monkeypatch):
     monkeypatch.setattr(identifiers, "_train", lambda name, *rest: pytest.fail(name))
     with pytest.raises(pytest.fail.Exception, match="full softmax"):  # longer than before
         identifiers.run(tmp_path, console, *arguments[:3], 50.0, *arguments[4:])
+    for place, name in ((1, "min_count"), (2, "features"), (4, "every"), (5, "eval_examples")):
+        changed = [value + 1 if place == index else value for index, value in enumerate(arguments)]
+        with pytest.raises(ValueError, match=f"{name}=.* give another --out"):
+            identifiers.run(tmp_path, console, *changed)
 
 
 def test_bench_towers(tmp_path, monkeypatch):

@@ -179,6 +179,20 @@ def test_exact_results_of_a_table_follow_it_without_a_refresh():
     torch.testing.assert_close(head.eval()(query, target), F.cross_entropy(logits, target))
 
 
+def test_a_search_through_the_tree_follows_a_table_without_a_refresh():
+    head = layer("table", sampler=("blocks", M))
+    optimizer = torch.optim.SGD(head.parameters(), lr=5.0)
+    query, target = batch()
+    for _ in range(3):
+        optimizer.zero_grad()
+        head(query, target).backward()
+        optimizer.step()
+        expected = logits_of(query, raw(head), target, 8.0, None).log_softmax(dim=-1).topk(4)
+        values, ids = head.topk(query, 4, probe=N)  # all blocks
+        torch.testing.assert_close(values, expected.values.detach(), atol=1e-3, rtol=1e-3)
+        assert torch.equal(ids, expected.indices)
+
+
 def test_rows_of_a_table_are_read_after_the_step_of_the_optimiser():
     head = layer("table", sampler=("softmax", M))
     optimizer = torch.optim.SGD(head.parameters(), lr=1.0)

@@ -245,6 +245,10 @@ def test_a_stale_cache_warns_once_and_names_the_cure():
         head.classes.layers[0].weight.add_(1)
     with pytest.warns(UserWarning, match=r"call refresh\(\)"):
         head.log_prob(query)
+    searched = SampledSoftmax(D, N, "blocks", M, classes=Tower())
+    train(searched)
+    with pytest.warns(UserWarning, match=r"call refresh\(\)"):
+        searched.topk(query, 1, probe=1000)
     head.diagnostics()  # compares what the cache holds with what the cache holds
 
 

@@ -210,11 +210,11 @@ class SampledSoftmax(Counters, Resumable):
         query = self._check_input(input)
         if self.follower.touched is None:
             self.refresh()
+        self._fresh_tables()
         self.sampler.attach(self.weight, self.bias, self.follower.unseen(self.weight))
         with full_precision(query):
             found = self.sampler.search(query, k, probe)
-        outputs, log_total = found.outputs.to(query.dtype), found.log_total.to(query.dtype)
-        return outputs - log_total.unsqueeze(-1), found.ids
+        return (found.outputs - found.log_total.unsqueeze(-1)).to(query.dtype), found.ids
 
     def diagnostics(self, examples: int = MEASURED) -> Diagnostics:
         """Measure bias, error and cost of sampling in the last training step; see `Diagnostics`.

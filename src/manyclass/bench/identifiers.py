@@ -1,6 +1,8 @@
 """The next word of a text with many words, whose embeddings a network makes from characters: ways to draw negatives."""
 
+import copy
 import csv
+import json
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,6 +19,7 @@ from ..train import optimizers, training
 from ..train.atomic import replacing
 from ..train.data import Vocabulary
 from ..train.model import Model
+from ..train.records import read_json
 from ..train.settings import LanguageSettings
 from ..train.tasks import Language
 from .timing import write_csv
@@ -59,9 +62,9 @@ def run(
     """Train every method that the CSV file in ``out`` does not have yet; print a table, write CSV and plot."""
     settings = {"text": list(text), "min_count": min_count, "output": "characters", "features": features}
     settings |= {"schedule": "constant", "eval_examples": positions, "out": out / "identifiers"}
-    task = _task(LanguageSettings(**settings), console)
-    file, rows = out / "identifiers.csv", []
-    rows = [row for row in _read(file) if row.classes == task.num_classes]
+    task = _task(LanguageSettings(**settings), every, console)
+    file = out / "identifiers.csv"
+    rows = _read(file)
     for name, (options, _) in METHODS.items():
         if options["sampler"] == "full" and task.num_classes > FITS:
             console.print(f"{name}: left out, since each step would encode {task.num_classes:,} words", soft_wrap=True)
@@ -79,15 +82,23 @@ def run(
     console.print(f"figures: {file}, {out / 'identifiers.png'}", soft_wrap=True)
 
 
-def _task(settings: LanguageSettings, console: Console) -> Language:
-    """Return the text as numbers, from an earlier call if there was one."""
-    folder = settings.out
-    names = folder / "vocabulary.parquet"
-    if not names.exists():
+def _task(settings: LanguageSettings, every: int, console: Console) -> Language:
+    """Read the text, or find it in the folder of an earlier call with the same settings."""
+    folder, names, made = settings.out, "vocabulary.parquet", "settings.json"
+    asked = settings.to_json() | {"every": every}
+    del asked["out"]  # the folder may be moved
+    if not folder.exists():
         with console.status("reading the text"), replacing(folder) as temporary:
             temporary.mkdir(parents=True)
-            Language.prepare(settings, temporary, lambda size: None).write(temporary / names.name)
-    return Language(settings, folder, Vocabulary.read(names))
+            Language.prepare(settings, temporary, lambda size: None).write(temporary / names)
+            (temporary / made).write_text(json.dumps(asked))
+    before = read_json(folder / made)
+    for option in [name for name in asked if asked[name] != before.get(name)]:
+        raise ValueError(
+            f"{folder} was begun with {option}={before.get(option)}, so it cannot continue with "
+            f"{option}={asked[option]}: give another --out"
+        )
+    return Language(settings, folder, Vocabulary.read(folder / names))
 
 
 def _train(name: str, task: Language, seconds: float, every: int, console: Console) -> list[Row]:
@@ -115,7 +126,8 @@ def _train(name: str, task: Language, seconds: float, every: int, console: Conso
         step, spent = step + 1, spent + time.process_time() - began
         if step % every == 0 or spent >= seconds:
             encoded = sum(asked) / step
-            found = training.evaluate(model, task, task.settings.eval_examples)["loss"]
+            # Of a copy: an evaluation encodes all classes, and training would draw from them at no cost.
+            found = training.evaluate(copy.deepcopy(model), task, task.settings.eval_examples)["loss"]
             rows.append(Row(name, task.num_classes, step, round(spent, 1), round(found, 4), round(encoded)))
             console.print(f"{name}: step {step}, {spent:.0f} s, held-out loss {found:.4f}", soft_wrap=True)
     return rows

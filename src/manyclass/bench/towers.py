@@ -31,12 +31,14 @@ LAYERS: dict[str, tuple[str, int, dict[str, Any]] | None] = {
 #: Sizes of the memory measurement: classes, pool, and chunk; the first is what the others are compared with.
 SIZES = (
     (50_000, 2048, 1024),
-    (200_000, 2048, 1024),
+    (500_000, 2048, 1024),
     (50_000, 8192, 1024),
     (50_000, 16384, 1024),
     (50_000, 16384, 1 << 20),
 )
-HIDDEN = 2048
+HIDDEN, OWN = 2048, 4
+#: Measured steps: more than one, since blocks spread work on their tree over several.
+STEPS = 20
 # A parameter of glibc's mallopt.
 MMAP_THRESHOLD = -3
 
@@ -159,13 +161,14 @@ def memory(num_classes: int, pool: int, chunk_size: int) -> Peak:
     """Measure a step, forward and backward."""
     torch.manual_seed(0)
     tower = Tower(torch.randn(num_classes, ATTRIBUTES), FEATURES, HIDDEN)
-    head = SampledSoftmax(FEATURES, num_classes, "uniform", pool, scope="batch", classes=tower, chunk_size=chunk_size)
+    head = SampledSoftmax(FEATURES, num_classes, "blocks", pool, own=OWN, classes=tower, chunk_size=chunk_size)
     query, target = torch.randn(16, FEATURES), torch.randint(num_classes, (16,))
     asked = []
     tower.register_forward_pre_hook(lambda module, ids: asked.append(len(ids[0])) if torch.is_grad_enabled() else None)
     head(query, target)  # the first one encodes all classes
     encoded = sum(asked)
-    _, *peaks = (peak_of(lambda: head(query, target).backward()) for _ in range(4))  # the first makes gradients, too
+    # The first makes gradients, too.
+    _, *peaks = (peak_of(lambda: head(query, target).backward()) for _ in range(1 + STEPS))
     peak = max(peaks)
     return Peak(num_classes, pool, chunk_size, encoded, head.weight.numel() * 4 / 2**20, peak)
 
