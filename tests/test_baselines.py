@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from manyclass import losses, optim
+from manyclass import diagnostics, losses, optim
 from manyclass.losses import hierarchical, spherical
 
 N, D, BATCH = 23, 4, 6
@@ -290,6 +290,33 @@ def test_scalable_cross_entropy_is_a_lower_bound():
         assert bool((sampled <= exact + 1e-5).all())
         gaps.append(float((exact - sampled).mean().detach()))
     assert gaps[0] > 2 * gaps[1] > 4 * gaps[2] > 0
+
+
+def test_the_bias_of_scalable_cross_entropy_is_measured():
+    """`diagnostics` compares training losses with exact ones, in buckets of the whole batch, for some examples."""
+    torch.manual_seed(0)
+    n, size = 400, 64
+    query, target = 1.5 * torch.randn(size, D), torch.randint(n, (size,))
+    head = losses.ScalableCrossEntropy(D, n, bucket_classes=32, reduction="none")
+    torch.nn.init.normal_(head.weight)
+    with pytest.raises(ValueError, match="diagnostics need a training step"):
+        head.diagnostics()
+    exact, generator = F.cross_entropy(query @ head.weight.T, target, reduction="none"), torch.Generator()
+    generator.manual_seed(0)
+    trained = torch.stack([head(query, target, generator=generator) for _ in range(diagnostics.DRAWS)])
+    difference, before = (trained - exact).detach(), torch.get_rng_state()
+    for examples, every in ((size, 1), (10, 7)):
+        measured = head.diagnostics(examples)
+        assert measured.bias == pytest.approx(float(difference[:, ::every].mean()), rel=1e-4)
+        assert measured.error == pytest.approx(float(difference[:, ::every].square().mean().sqrt()), rel=1e-4)
+        assert measured.bias < -0.3
+        assert measured.gradient_error > 0.1
+    assert torch.equal(before, torch.get_rng_state())  # a run that is measured trains as one that is not
+    head = losses.ScalableCrossEntropy(D, n, buckets=1, bucket_queries=size, bucket_classes=n)
+    head(query, target)
+    measured = head.diagnostics()
+    assert measured.error < 1e-5
+    assert measured.gradient_error < 1e-4
 
 
 def test_scalable_cross_entropy_without_examples():
