@@ -53,9 +53,9 @@ DATASETS = ("ptb", "diginetica", "synth")
 #: The presets of `reproduce` with the settings. Quick runs are shorter here, since there are more than 20 methods.
 PRESETS = {"quick": "quick", "full": "paper"}
 QUICK = {
-    "ptb": "--steps 150 --evaluations 5 --eval-examples 1000",
-    "diginetica": "--steps 100 --evaluations 5 --eval-examples 500",
-    "synth": "--steps 80 --evaluations 5 --eval-examples 500",
+    "ptb": "--steps 100 --evaluations 4 --eval-examples 1000",
+    "diginetica": "--steps 80 --evaluations 4 --eval-examples 500",
+    "synth": "--steps 60 --evaluations 4 --eval-examples 500",
 }
 #: Held-out examples of the final evaluation in a quick run, the same for all methods; a full one takes all.
 LIMIT = 2_500
