@@ -333,6 +333,17 @@ def test_layers_have_a_table_of_all_classes(kind):
             kind(D, N, **{name: None})
 
 
+def test_an_example_has_one_target():
+    """Several targets of an example would need a loss of their own: refused, not summed in some way."""
+    heads = [losses.TaylorSoftmax(D, N), losses.SphericalSoftmax(D, N), losses.ScalableCrossEntropy(D, N)]
+    heads += [kind(D, N, "uniform") for kind in (losses.NoiseContrastive, losses.NegativeSampling, losses.BlackOut)]
+    heads += [make() for make in TREES.values()] + [losses.AdaptiveSoftmax(D, N, counts=counts())]
+    for head in heads:
+        for k in (2, BATCH):
+            with pytest.raises(ValueError, match=r"target must have shape \(6,\)"):
+                head(batch()[0], torch.zeros(BATCH, k).long())
+
+
 def test_what_blackout_and_nce_have_as_their_optimum():
     """Gradients by the outputs at ln p, over targets and draws by enumeration: 0 for NCE, not for BlackOut."""
     p, q = torch.tensor([0.5, 0.3, 0.15, 0.05]), torch.tensor([0.1, 0.2, 0.3, 0.4])

@@ -255,10 +255,12 @@ def _launch(job: Job) -> BaseProcess:
     It is a fork of a server that has imported torch and run nothing: each import would take seconds of CPU time.
     The server imports no polars, whose threads would not survive the fork.
     """
+    log = job.folder / "log.txt"
     job.folder.mkdir(parents=True, exist_ok=True)
+    log.touch()  # for `_check`, if the process is killed before it prints
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["manyclass.distributed"])
-    process = context.Process(target=_run, args=([*map(str, job.commands[0])], job.folder / "log.txt"))
+    process = context.Process(target=_run, args=([*map(str, job.commands[0])], log))
     process.start()
     return process
 

@@ -24,6 +24,8 @@ class QuadraticSoftmax(Head):
         options: as in `FullSoftmax`, without ``prediction``, ``classes``, ``cosine`` and ``shard``.
     """
 
+    several_targets = False
+
     def __init__(self, in_features: int, num_classes: int, **options: Any) -> None:
         refuse(self, options)
         super().__init__(in_features, num_classes, prediction="softmax", **options)

@@ -19,6 +19,7 @@ class ScalableCrossEntropy(Head):
     Each bucket is a random combination of the batch's queries. It takes the ``bucket_queries`` queries and the
     ``bucket_classes`` classes with the largest products with it, without gradients. The loss of a query is the largest
     over its buckets of ``−o_y + ln(exp(o_y) + Σ_{i in bucket, i ≠ y} exp(o_i))``; a query in no bucket has the loss 0.
+    The mean is over all queries; the authors' code takes it over those in a bucket, which scales gradients only.
     It is a lower bound of the exact loss, since it lacks the mass of all other classes. So the bias is the log of the
     share of the mass that the bucket holds. It is small only if the predictions of a batch are peaked and alike;
     `diagnostics` measures it. Cost O(n·d) per bucket to rank the classes, O(d) for each pair in a bucket.
@@ -35,6 +36,8 @@ class ScalableCrossEntropy(Head):
         sparse: whether gradients of ``weight`` and ``bias`` are sparse tensors.
         options: as in `FullSoftmax`, without ``classes``, ``cosine`` and ``shard``.
     """
+
+    several_targets = False
 
     def __init__(
         self,
