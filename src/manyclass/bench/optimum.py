@@ -1,5 +1,6 @@
 """What a loss converges to: one query, classes whose true probabilities are known, and a free output for each class."""
 
+import csv
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -93,3 +94,14 @@ def run(out: Path, console: Console, negatives: list[int], steps: int) -> None:
     console.print(table)
     write_csv(out / FILE, HEADER, rows)
     console.print(str(out / FILE), soft_wrap=True)
+
+
+def markdown(file: Path) -> str:
+    """Lay out the divergences of a CSV file as a table: a row per loss, a column per number of negatives."""
+    with file.open(newline="") as handle:
+        kl = {(row["loss"], row["negatives"]): float(row["kl"]) for row in csv.DictReader(handle)}
+    names, numbers = dict.fromkeys(name for name, _ in kl), dict.fromkeys(number for _, number in kl)
+    lines = [["loss", *(f"{number} negatives" if number else "all classes" for number in numbers)]]
+    lines += [["---", *["---:"] * len(numbers)]]
+    lines += [[name, *(f"{kl[name, m]:.3f}" if (name, m) in kl else "–" for m in numbers)] for name in names]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
