@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from manyclass import samplers
+from manyclass.bench import optimum
 from manyclass.experiments import comparison, comparison_report, quality
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -33,6 +34,12 @@ def with_table(text: str, name: str = "samplers", table: str | None = None) -> s
     written, places = place.subn(lambda found: f"{found[1]}\n{content}\n{found[2]}", text)
     assert places == 1, f"there must be comments around the table of {name} once, not {places} times"
     return written
+
+
+def with_results(text: str, groups: dict[str, list[comparison.Result]]) -> str:
+    """Put the tables of the committed results into the page of related work."""
+    text = with_table(text, "comparison", comparison_report.overview(groups))
+    return with_table(text, "optimum", optimum.markdown(RESULTS / optimum.FILE))
 
 
 def comparison_groups() -> dict[str, list[comparison.Result]]:
@@ -125,7 +132,6 @@ if __name__ == "__main__":
         page.write_text(text, "utf-8")
     PAGE.write_text(with_table(PAGE.read_text("utf-8")), "utf-8")
     groups = comparison_groups()
-    overview = comparison_report.overview(groups)
-    RELATED.write_text(with_table(RELATED.read_text("utf-8"), "comparison", overview), "utf-8")
+    RELATED.write_text(with_results(RELATED.read_text("utf-8"), groups), "utf-8")
     (RESULTS / comparison_report.PAGE).write_text(comparison_report.page(groups), "utf-8")
     comparison_report.plot(groups, RESULTS / comparison_report.PLOT)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from manyclass import losses, optim
+from manyclass import diagnostics, losses, optim
 from manyclass.losses import hierarchical, spherical
 
 N, D, BATCH = 23, 4, 6
@@ -292,6 +292,33 @@ def test_scalable_cross_entropy_is_a_lower_bound():
     assert gaps[0] > 2 * gaps[1] > 4 * gaps[2] > 0
 
 
+def test_the_bias_of_scalable_cross_entropy_is_measured():
+    """`diagnostics` compares training losses with exact ones, in buckets of the whole batch, for some examples."""
+    torch.manual_seed(0)
+    n, size = 400, 64
+    query, target = 1.5 * torch.randn(size, D), torch.randint(n, (size,))
+    head = losses.ScalableCrossEntropy(D, n, bucket_classes=32, reduction="none")
+    torch.nn.init.normal_(head.weight)
+    with pytest.raises(ValueError, match="diagnostics need a training step"):
+        head.diagnostics()
+    exact, generator = F.cross_entropy(query @ head.weight.T, target, reduction="none"), torch.Generator()
+    generator.manual_seed(0)
+    trained = torch.stack([head(query, target, generator=generator) for _ in range(diagnostics.DRAWS)])
+    difference, before = (trained - exact).detach(), torch.get_rng_state()
+    for examples, every in ((size, 1), (10, 7)):
+        measured = head.diagnostics(examples)
+        assert measured.bias == pytest.approx(float(difference[:, ::every].mean()), rel=1e-4)
+        assert measured.error == pytest.approx(float(difference[:, ::every].square().mean().sqrt()), rel=1e-4)
+        assert measured.bias < -0.3
+        assert measured.gradient_error > 0.1
+    assert torch.equal(before, torch.get_rng_state())  # a run that is measured trains as one that is not
+    head = losses.ScalableCrossEntropy(D, n, buckets=1, bucket_queries=size, bucket_classes=n)
+    head(query, target)
+    measured = head.diagnostics()
+    assert measured.error < 1e-5
+    assert measured.gradient_error < 1e-4
+
+
 def test_scalable_cross_entropy_without_examples():
     head = losses.ScalableCrossEntropy(D, N)
     loss = head(torch.zeros(2, D, requires_grad=True), torch.tensor([-100, -100]))
@@ -304,6 +331,17 @@ def test_layers_have_a_table_of_all_classes(kind):
     for name in ("classes", "cosine", "shard"):
         with pytest.raises(TypeError, match=f"{kind.__name__} does not take {name}"):
             kind(D, N, **{name: None})
+
+
+def test_an_example_has_one_target():
+    """Several targets of an example would need a loss of their own: refused, not summed in some way."""
+    heads = [losses.TaylorSoftmax(D, N), losses.SphericalSoftmax(D, N), losses.ScalableCrossEntropy(D, N)]
+    heads += [kind(D, N, "uniform") for kind in (losses.NoiseContrastive, losses.NegativeSampling, losses.BlackOut)]
+    heads += [make() for make in TREES.values()] + [losses.AdaptiveSoftmax(D, N, counts=counts())]
+    for head in heads:
+        for k in (2, BATCH):
+            with pytest.raises(ValueError, match=r"target must have shape \(6,\)"):
+                head(batch()[0], torch.zeros(BATCH, k).long())
 
 
 def test_what_blackout_and_nce_have_as_their_optimum():

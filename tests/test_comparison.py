@@ -112,7 +112,7 @@ def test_the_docs_show_what_was_measured():
     """The committed tables are those of the committed CSV files; `make readme` writes them."""
     groups, text = readme.comparison_groups(), readme.RELATED.read_text("utf-8")
     assert (readme.RESULTS / comparison_report.PAGE).read_text("utf-8") == comparison_report.page(groups)
-    assert text == readme.with_table(text, "comparison", comparison_report.overview(groups))
+    assert text == readme.with_results(text, groups)
 
 
 def test_labels_of_the_plot_do_not_overlap():

@@ -1,13 +1,17 @@
 """Other losses than the sampled softmax: each against its formula, and what it estimates by enumeration."""
 
+import csv
+import io
 import itertools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 
 from manyclass import losses, optim, samplers
+from manyclass.bench import optimum
 
 N, D, BATCH, M = 9, 4, 5, 3
 COUNTS = torch.tensor([5.0, 1, 1, 30, 2, 2, 1, 8, 1])
@@ -169,3 +173,28 @@ def test_nce_with_an_adaptive_sampler_of_the_kernel():
     draw = head.sampler.draw(query, M, generator=torch.Generator().manual_seed(3))
     log_q = (query @ head.weight.T).log_softmax(-1)
     torch.testing.assert_close(loss, nce_formula(query @ head.weight.T, target, draw.ids, log_q))
+
+
+def test_bench_optimum(tmp_path, monkeypatch):
+    """The outputs that each loss ends with, against known probabilities."""
+    monkeypatch.setattr(optimum, "CLASSES", 30)
+    monkeypatch.setattr(optimum, "EXAMPLES", 64)
+    console = Console(file=io.StringIO(), width=100)
+    optimum.run(tmp_path, console, [1, 30], 200)
+    with (tmp_path / optimum.FILE).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["loss"], row["negatives"]) for row in rows[:3]] == [
+        ("softmax", ""),
+        ("softmax", "1"),
+        ("softmax", "30"),
+    ]
+    kl = {(row["loss"], row["negatives"]): float(row["kl"]) for row in rows}
+    assert kl["softmax", ""] < 0.005
+    assert kl["softmax", "1"] > 0.1 > 0.02 > kl["softmax", "30"]  # biased, less with more negatives
+    assert max(kl["nce", "1"], kl["nce", "30"]) < 0.02
+    assert min(kl["negative", "1"], kl["negative", "30"]) > 0.1
+    normalised = [float(row["log_partition"]) for row in rows if row["loss"] == "nce"]
+    assert max(map(abs, normalised)) < 0.05
+    wrong = WithoutTheNumber(1, 30, "unigram", 16, counts=torch.ones(30), sparse=False)
+    end = optimum.optimum(wrong, "nce", 16, optimum.problem().p, 200)
+    assert abs(end.log_partition) > 0.3

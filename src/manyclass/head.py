@@ -37,6 +37,9 @@ class Head(ClassEmbeddings):
         validate: whether to check the values of arguments. On devices other than the CPU the host waits for the check.
     """
 
+    #: Whether an example may have several targets, ``(*batch, k)``.
+    several_targets = True
+
     def __init__(
         self,
         in_features: int,
@@ -102,7 +105,7 @@ class Head(ClassEmbeddings):
             target,
             self.num_classes,
             batch_of=query,
-            several=True,
+            several=self.several_targets,
             ignore=self.ignore_index,
             validate=self.validate,
         )

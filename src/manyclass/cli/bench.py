@@ -80,6 +80,19 @@ def optim(
 
 
 @app.command()
+def optimum(
+    negatives: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable; default: 4, 16 and 64.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each loss.")] = 500,
+    out: Out = Path("out"),
+    threads: Threads = None,
+) -> None:
+    """What each sampled loss converges to, against known probabilities: the bias of its outputs. Some 20 seconds."""
+    from ..bench import optimum
+
+    optimum.run(out, start(out, threads), negatives or [4, 16, 64], steps)
+
+
+@app.command()
 def stalls(
     classes: Annotated[int, typer.Option(min=1000, help="Number of classes.")] = 5_000_000,
     steps: Annotated[int, typer.Option(min=2, help="Timed steps, spread over the growth of a tree.")] = 300,

@@ -13,7 +13,7 @@ def compare(
         Path | None, typer.Option(help="Folder with the data sets except synth; not needed for finished runs.")
     ] = None,
     preset: Annotated[
-        Literal["quick", "full"], typer.Option(help="quick: 100 to 200 steps; full: the paper's epochs, for days.")
+        Literal["quick", "full"], typer.Option(help="quick: 60 to 100 steps; full: the paper's epochs, for days.")
     ] = "quick",
     dataset: Annotated[
         list[str] | None, typer.Option(metavar="ptb|diginetica|synth", help="Repeatable; default: all.")

@@ -53,12 +53,12 @@ DATASETS = ("ptb", "diginetica", "synth")
 #: The presets of `reproduce` with the settings. Quick runs are shorter here, since there are more than 20 methods.
 PRESETS = {"quick": "quick", "full": "paper"}
 QUICK = {
-    "ptb": "--steps 200 --evaluations 5 --eval-examples 2000",
-    "diginetica": "--steps 150 --evaluations 5 --eval-examples 2000",
-    "synth": "--steps 100 --evaluations 5 --eval-examples 2000",
+    "ptb": "--steps 100 --evaluations 4 --eval-examples 1000",
+    "diginetica": "--steps 80 --evaluations 4 --eval-examples 500",
+    "synth": "--steps 60 --evaluations 4 --eval-examples 500",
 }
 #: Held-out examples of the final evaluation in a quick run, the same for all methods; a full one takes all.
-LIMIT = 5_000
+LIMIT = 2_500
 
 CUTOFF = 20
 FILE, CURVES = "comparison.csv", "comparison-curves.csv"

@@ -19,7 +19,7 @@ SHOWN = 1.5
 #: Colours of the most important lines.
 STRONG = {FULL: "black", BLOCKS: "red"}
 #: Their outputs estimate no log probabilities, so the loss of the softmax of these outputs is in parentheses.
-NOT_NORMALISED = ("negative", "blackout")
+NOT_NORMALISED = ("negative",)
 PAGE, PLOT = "comparison.md", "comparison.png"
 HEADER = (
     "method",

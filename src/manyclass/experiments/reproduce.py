@@ -1,12 +1,13 @@
 """The paper's experiments (Section 4 and its appendix): a sweep of `manyclass train`, and figures of it."""
 
 import csv
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from shutil import rmtree
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..__main__ import main
 from ..bench.timing import write_csv
 from ..train.atomic import replacing
 from ..train.data.synth import synthesise
@@ -215,7 +217,7 @@ def run_jobs(waiting: Iterable[Job], done: int, limit: int, console: Console) ->
 
     ``done`` counts the jobs of earlier calls, for the bar.
     """
-    waiting, running = list(waiting), list[tuple[Job, "subprocess.Popen[bytes]"]]()
+    waiting, running = list(waiting), list[tuple[Job, BaseProcess]]()
     columns = ["runs", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[now]}")]
     handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the jobs would outlive this process
     try:
@@ -228,10 +230,10 @@ def run_jobs(waiting: Iterable[Job], done: int, limit: int, console: Console) ->
                 progress.update(bar, now=", ".join(job.label for job, _ in running))
                 time.sleep(0.2)
                 for job, process in list(running):
-                    if process.poll() is None:
+                    if process.exitcode is None:
                         continue
                     running.remove((job, process))
-                    _check(job, process.returncode)
+                    _check(job, process.exitcode)
                     if len(job.commands) > 1:
                         following = job._replace(commands=job.commands[1:])
                         running.append((following, _launch(following)))
@@ -243,17 +245,34 @@ def run_jobs(waiting: Iterable[Job], done: int, limit: int, console: Console) ->
         for _, process in running:
             process.terminate()
         for _, process in running:
-            process.wait()
+            process.join()
         signal.signal(signal.SIGTERM, handler)
 
 
-def _launch(job: Job) -> "subprocess.Popen[bytes]":
-    """Start the first command of a job, on one thread."""
+def _launch(job: Job) -> BaseProcess:
+    """Start the first command of a job, on one thread.
+
+    It is a fork of a server that has imported torch and run nothing: each import would take seconds of CPU time.
+    The server imports no polars, whose threads would not survive the fork.
+    """
+    log = job.folder / "log.txt"
     job.folder.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1"}
-    with (job.folder / "log.txt").open("ab") as log:
-        arguments = [sys.executable, "-m", "manyclass", *job.commands[0]]
-        return subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    log.touch()  # for `_check`, if the process is killed before it prints
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["manyclass.distributed"])
+    process = context.Process(target=_run, args=([*map(str, job.commands[0])], log))
+    process.start()
+    return process
+
+
+def _run(arguments: list[str], log: Path) -> None:
+    """Be a process of `manyclass` with these arguments, which prints to a file."""
+    with log.open("ab") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    os.environ |= {"OMP_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1"}
+    sys.argv = ["manyclass", *arguments]
+    main()
 
 
 def _check(job: Job, code: int) -> None:

@@ -39,6 +39,7 @@ class SampledLoss(SampledSoftmax):
         options: as in `SampledSoftmax`, without those in `REFUSED`, and options of the sampler.
     """
 
+    several_targets = False
     #: Whether negatives are never the target.
     excludes_target = True
     #: Whether `_losses` needs the target's log-count, so a sampler with one q for all classes.

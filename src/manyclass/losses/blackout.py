@@ -11,8 +11,9 @@ class BlackOut(SampledLoss):
 
     ``p̃ = softmax(o − ln m·q)`` over the target and m negatives from q, which are never the target;
     ``loss = −ln p̃_y − Σ_k ln(1 − p̃_k)``. Unlike the sampled softmax it also divides the target's weight by its count,
-    and its second term pushes negatives down further. It estimates no softmax loss: by how much the outputs at its
-    optimum differ from ln p depends on q and m. Cost O(m·d) per example.
+    and its second term pushes negatives down further. It estimates no softmax loss. Its outputs at the optimum differ
+    from ln p by an amount that depends on q and m; `manyclass bench optimum` measures it. The q of a negative is that
+    of the classes without the target, where the paper takes q itself. Cost O(m·d) per example.
 
     Ji, Vishwanathan, Satish, Anderson and Dubey, BlackOut: Speeding up recurrent neural network language models with
     very large vocabularies (ICLR 2016).

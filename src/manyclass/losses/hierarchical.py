@@ -44,6 +44,7 @@ class HierarchicalSoftmax(Head):
         options: ``reduction``, ``ignore_index``, ``device``, ``dtype`` and ``validate``, as in `FullSoftmax`.
     """
 
+    several_targets = False
     node: Tensor
     side: Tensor
     offsets: Tensor

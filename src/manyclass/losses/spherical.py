@@ -14,7 +14,7 @@ SMALLEST, LARGEST, STEPS = 1e-2, 1e2, 1000
 
 
 class SphericalSoftmax(QuadraticSoftmax):
-    """p_i ∝ o_i² + ε. Scores all classes; `SphericalUpdate` does not.
+    """p_i ∝ o_i² + ε. A step costs O(n·d²); with `SphericalUpdate` its cost does not depend on n.
 
     For a target with o = 0 the loss is large, ln(1/ε), but its gradient vanishes. So a new layer with small outputs
     learns slowly. A class has the same probability for o and −o.
@@ -33,9 +33,9 @@ class SphericalSoftmax(QuadraticSoftmax):
         super().__init__(in_features, num_classes, **options)
         self.epsilon = _positive("epsilon", epsilon)
 
-    def value(self, logits: Tensor) -> Tensor:
-        """Return ``o² + ε``."""
-        return logits.square() + self.epsilon
+    def coefficients(self) -> tuple[float, float, float]:
+        """Return those of ``o² + ε``."""
+        return self.epsilon, 0.0, 1.0
 
 
 class SphericalUpdate(nn.Module):

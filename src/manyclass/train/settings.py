@@ -217,6 +217,11 @@ class Settings:
         """Whether training draws negatives."""
         return self.sampler != FULL if self.loss == SOFTMAX else losses.draws(self.loss)
 
+    @property
+    def estimates(self) -> bool:
+        """Whether the training loss stands for the exact one over all classes, so that it has a bias."""
+        return self.sampler != FULL if self.loss == SOFTMAX else self.loss == "sce"
+
     def sampler_options(self) -> dict[str, Any]:
         """Return the options of the sampler that were given."""
         return {name: value for name in SAMPLER_OPTIONS if (value := getattr(self, name)) is not None}

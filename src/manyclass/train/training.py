@@ -24,7 +24,7 @@ from .model import Model, device_named
 from .processes import Processes
 from .records import first_line, quoted
 from .run import CHECKPOINT, Metrics, Run
-from .settings import LENGTH, SOFTMAX, Settings
+from .settings import LENGTH, Settings
 from .state import State
 from .tasks import TASKS, Task
 
@@ -202,10 +202,9 @@ def _start(run: Run, model: Model, optimizer: Any, state: State, processes: Proc
 
 def _measured(model: Model, task: Task[Any], state: State, steps: int, processes: Processes) -> Metrics:
     """Evaluate on held-out data."""
-    settings, bias, number = task.settings, None, None
-    if settings.draws:
-        number = model.head.num_samples
-        bias = model.head.diagnostics().bias if state.step and settings.loss == SOFTMAX else None
+    settings = task.settings
+    number = model.head.num_samples if settings.draws else None
+    bias = model.head.diagnostics().bias if state.step and settings.estimates else None
     rate = settings.lr * schedule(settings.schedule, max(0, state.step - 1) / steps)
     found = evaluate(model, task, settings.eval_examples, (10, 20) if task.ranked else ())
     mean = processes.sums([state.total])[0] / (state.count * processes.world) if state.count else None
