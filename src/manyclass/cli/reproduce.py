@@ -12,15 +12,17 @@ app = typer.Typer(help="The paper's experiments, each figure with one command.",
 
 DatasetNames = Annotated[
     list[str] | None,
-    typer.Option(metavar="ptb|beauty|diginetica|synth", help="Repeatable; default: all. synth is made on the spot."),
+    typer.Option(metavar="ptb|beauty|diginetica|synth", help="Repeatable; default: all that the preset has."),
 ]
 Data = Annotated[
     Path | None,
     typer.Option(help="Folder with the data sets except synth, one folder each; see docs/reproduction.md."),
 ]
 PresetName = Annotated[
-    Literal["quick", "paper"], typer.Option(help="quick: under 90 minutes on 2 cores for everything; paper: days.")
+    Literal["quick", "converged", "paper"],
+    typer.Option(help="quick: a smoke test; converged: SGD to the end, for many hours; paper: its setting, for days."),
 ]
+OnlyReport = Annotated[bool, typer.Option("--only-report", help="Do not train; report the finished runs.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Runs at a time, of one thread each; default: one per core.")]
 
 
@@ -33,16 +35,19 @@ def _reproduce_command(figure: str, help: str) -> None:
         preset: PresetName = "quick",
         out: Out = Path("out/reproduce"),
         jobs: Jobs = None,
+        only_report: OnlyReport = False,
     ) -> None:
         from .. import checks
         from ..experiments import figures
         from ..experiments import reproduce as experiments
 
         console = start(out, None)
-        known = tuple(experiments.DATASETS)
+        known = tuple(name for name, each in experiments.DATASETS.items() if preset in each.presets)
         names = [checks.one_of("--dataset", name, known) for name in dataset or known]
-        curves = experiments.sweep(names, preset, data, out / preset, jobs or os.cpu_count() or 1, console)
-        experiments.write(curves, out / "reproduce.csv")
+        if not only_report:
+            experiments.sweep(names, preset, data, out, jobs or os.cpu_count() or 1, console)
+        curves = experiments.finished(names, preset, out)
+        experiments.write(curves, out / experiments.FILE)
         for file in figures.draw(figure, curves, out, experiments.PRESETS[preset].note):
             console.print(str(file), soft_wrap=True)
 
@@ -76,7 +81,7 @@ def quality(
         list[str] | None,
         typer.Option(metavar="blocks|uniform", help="To compare with the full softmax. Repeatable; default: both."),
     ] = None,
-    only_report: Annotated[bool, typer.Option("--only-report", help="Do not train; report the finished runs.")] = False,
+    only_report: OnlyReport = False,
 ) -> None:
     """Train to the end with the full softmax, blocks and a uniform pool, and compare loss, Recall@20 and time.
 
