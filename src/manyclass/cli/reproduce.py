@@ -101,3 +101,35 @@ def quality(
         wanted = comparison.trials(names, chosen, heads, seeds)
         comparison.sweep(wanted, data, out, jobs or os.cpu_count() or 1, console)
     comparison.summarise(names, chosen, heads, seeds, out, console)
+
+
+@app.command()
+def pace(
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with the texts, one folder each; not needed for python.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the runs, the table and the figure.")] = Path("out/pace"),
+    dataset: Annotated[
+        list[str] | None, typer.Option(metavar="python|text8|linux", help="Repeatable; default: text8 and linux.")
+    ] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="Repeatable; default: full, blocks, unigram pool, adaptive, in_batch.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of the full softmax; default: an hour or so. Others take more.")
+    ] = None,
+    only_report: OnlyReport = False,
+) -> None:
+    """Time to quality: how many times faster each method reaches the loss that the full softmax ends with.
+
+    Give the same command again to resume. `--dataset python` is small and needs no files.
+    """
+    from .. import checks
+    from ..experiments import pace as experiment
+
+    console = start(out, None)
+    names = [checks.one_of("--dataset", name, tuple(experiment.DATASETS)) for name in dataset or ("text8", "linux")]
+    methods = [checks.one_of("--method", name, tuple(experiment.METHODS)) for name in method or experiment.METHODS]
+    if not only_report:
+        experiment.sweep(names, methods, data, out, steps, console)
+    experiment.summarise(names, steps, out, console)
