@@ -92,7 +92,8 @@ def samples(curves: Sequence[Curve], file: Path, note: str, against: str = "epoc
 def distributions(curves: Sequence[Curve], file: Path, note: str, against: str = "epoch") -> None:
     """Draw figure 4 and its appendix: convergence by sampler, one panel per number of negatives."""
     name = curves[0].point.dataset
-    numbers = sorted({curve.point.negatives for curve in curves} & set(FIXED))
+    there = {curve.point.negatives for curve in curves}
+    numbers = [number for number in FIXED if number in there]
     figure, panels = _figure(len(numbers), note)
     for number, axes in zip(numbers, panels, strict=True):
         for sampler, (colour, marker) in STYLES.items():
