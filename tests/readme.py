@@ -11,10 +11,11 @@ from manyclass.experiments import comparison, comparison_report, quality
 
 DOCS = Path(__file__).parent.parent / "docs"
 README = DOCS.parent / "README.md"
-PAGE, RELATED, MEASURED, RESULTS = (
+PAGE, RELATED, MEASURED, OVERVIEW, RESULTS = (
     DOCS / "samplers.md",
     DOCS / "related-work.md",
     DOCS / "measured.md",
+    DOCS / "results.md",
     DOCS / "results",
 )
 # Layers of the README's table, as `manyclass bench step` calls them, and what the README calls them.
@@ -119,12 +120,29 @@ def quality_table() -> str:
     return rows(header, lines)
 
 
+def distributed_table() -> str:
+    """Lay out steps of the sharded layer, from `manyclass bench distributed`."""
+    lines = []
+    for row in results("distributed.csv"):
+        held = int(row["weight_bytes"]) + int(row["sampler_bytes"])
+        cells = f"{int(row['num_classes']):,}", f"{1e3 * float(row['seconds']):.1f}", f"{held / 1e6:.0f}"
+        lines.append((row["layer"], row["processes"], *cells))
+    return rows(("layer", "processes", "classes", "milliseconds", "MB of weights and sampler per process"), lines)
+
+
 def generated() -> dict[Path, str]:
     """Compose the pages that hold tables of results."""
+    overview = OVERVIEW.read_text("utf-8")
+    for name, table in {"sizes": sizes_table(), "quality": quality_table(), "distributed": distributed_table()}.items():
+        overview = with_table(overview, name, table)
     measured = MEASURED.read_text("utf-8")
     for name, table in {"sizes": sizes_table(), "settings": settings_table(), "quality": quality_table()}.items():
         measured = with_table(measured, name, table)
-    return {README: with_table(README.read_text("utf-8"), "steps", step_table()), MEASURED: measured}
+    return {
+        README: with_table(README.read_text("utf-8"), "steps", step_table()),
+        MEASURED: measured,
+        OVERVIEW: overview,
+    }
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The paper's experiments, in miniature: real processes, tiny data."""
 
-import csv
 import dataclasses
 import signal
 from pathlib import Path
@@ -13,7 +12,7 @@ from manyclass.experiments.reproduce import BLOCKS, FULL, Curve, Metrics, Point,
 from manyclass.train.data.synth import synthesise
 from manyclass.train.tasks import TASKS
 
-TINY = Preset((2,), (16,), 1, 2, True, "tiny")
+TINY = Preset((2,), 2, 1, True, "tiny")
 SHORT = "--features 8 --steps 4 --evaluations 2 --eval-examples 50"
 
 
@@ -36,6 +35,7 @@ def data(tmp_path, monkeypatch):
         made = reproduce.DATASETS[name].made and (40, 30, 6)
         changed = reproduce.DATASETS[name]._replace(options=options, presets={"quick": ""}, made=made)
         monkeypatch.setitem(reproduce.DATASETS, name, changed)
+    monkeypatch.setattr(reproduce, "DECISIVE", (BLOCKS,))
     monkeypatch.setattr(reproduce, "SAMPLERS", ("quadratic",))
     monkeypatch.setattr(figures, "FIXED", TINY.negatives)
     monkeypatch.setitem(reproduce.PRESETS, "quick", TINY)
@@ -59,25 +59,29 @@ def test_a_sweep_goes_on_where_it_was(tmp_path, data, monkeypatch):
     monkeypatch.setattr(reproduce, "_launch", broken_once)
     with pytest.raises(ValueError, match="ended with code -9"):
         reproduce.sweep(["ptb", "synth"], "quick", data, out, 1, console)
-    assert len(list(out.glob("ptb/*.csv"))) == 2
-    curves = reproduce.sweep(["ptb", "synth"], "quick", data, out, 2, console)
-    points = [*reproduce.points("ptb", TINY), *reproduce.points("synth", TINY)]
-    assert [curve.point for curve in curves] == points
+    file = out / reproduce.FILE
+    partial = reproduce.finished(["ptb", "synth"], "quick", out)
+    assert [curve.point for curve in partial] == [curve.point for curve in reproduce.read(file)]
+    assert [curve.point.sampler for curve in partial] == [FULL, FULL]
+    assert figures.draw("bias", partial, tmp_path, "nothing to compare yet") == []
+    reproduce.sweep(["ptb", "synth"], "quick", data, out, 2, console)
+    curves = reproduce.finished(["ptb", "synth"], "quick", out)
+    points = [curve.point for curve in curves]
+    assert set(points) == {*reproduce.points("ptb", TINY), *reproduce.points("synth", TINY)}
     assert len(points) == 2 * (2 * 2 + 1 + 1)
     names = [(point.dataset, point.name) for point in points]
     assert sorted(launched) == sorted([*names, launched[2]])  # one of them twice
-    assert {path.suffix for path in (out / "ptb").iterdir()} == {".csv"}
+    assert {path.suffix for path in (out / "quick" / "ptb").iterdir()} == {".csv"}
     for curve in curves:
         assert [row.step for row in curve.rows] == [0, 2, 4]
     # Two seeds of the full softmax differ; the symmetric kernel is trained with the absolute softmax.
     finals = {curve.point: curve.rows[-1].heldout_loss for curve in curves}
     assert finals[Point("ptb", FULL, "softmax", None, 0)] != finals[Point("ptb", FULL, "softmax", None, 1)]
     assert {point.prediction for point in points if point.sampler == "quadratic"} == {"absolute"}
-    file = tmp_path / "reproduce.csv"
-    reproduce.write(curves, file)
     again = reproduce.read(file)
     assert [curve.point for curve in again] == points
-    assert again[0].rows[-1].heldout_loss == pytest.approx(curves[0].rows[-1].heldout_loss, abs=1e-5)
+    for field in ("epoch", "seconds", "cpu_seconds", "heldout_loss"):
+        assert getattr(again[0].rows[-1], field) == pytest.approx(getattr(curves[0].rows[-1], field), abs=1e-5)
     for figure in ("bias", "samples", "distributions"):
         for image in figures.draw(figure, again, tmp_path, "a note"):
             assert image.read_bytes()[:4] == b"\x89PNG"
@@ -89,10 +93,10 @@ def test_what_is_trained(data, tmp_path):
         files = reproduce.sources(point[0], data, tmp_path / "out")
         return " ".join(reproduce.command(Point(*point), "quick", files, tmp_path))
 
-    pool = options("beauty", BLOCKS, "softmax", 16, 0)
-    assert "--sampler blocks" in pool
-    assert "--num-samples 16" in pool
-    assert "--scope" not in pool
+    # An example sees m negatives in all.
+    assert "--own 8 --num-samples 8" in options("beauty", BLOCKS, "softmax", 16, 0)
+    assert "--own 32 --num-samples 608" in options("beauty", BLOCKS, "softmax", 640, 0)
+    assert "--num-samples 640 --seed" in options("beauty", "uniform", "softmax", 640, 0)
     full = options("ptb", FULL, "absolute", None, 1)
     assert "--num-samples" not in full
     assert "--prediction absolute --seed 1 --threads 1" in full
@@ -126,31 +130,40 @@ def test_only_a_quick_sweep_leaves_slow_samplers_out():
             assert {"uniform", "unigram", "bigram", "quadratic", "softmax", "blocks"} <= samplers
 
 
-def test_means_over_seeds_are_drawn():
-    def curve(seed, loss):
-        rows = [Metrics(step, 0.1 * step, step, 0.1, 0.0, loss, None, 10) for step in (0, 5)]
-        return Curve(Point("beauty", "uniform", "softmax", 10, seed), rows)
+def test_decisive_runs_come_first_and_have_several_seeds():
+    preset = reproduce.PRESETS["converged"]
+    found = reproduce._wanted(["beauty", "ptb"], "converged")
+    assert len(set(found)) == len(found) == 2 * (2 * 3 + len(preset.negatives) * (3 * 3 + 4))
+    first = found[: 2 * (2 + 3 * len(preset.negatives))]
+    assert {point.sampler for point in first} == {FULL, *reproduce.DECISIVE}
+    assert {point.seed for point in first} == {0}
+    assert [point.dataset for point in first] == sorted(point.dataset for point in first)
+    assert {point.sampler for point in found if point.seed == 2} == {FULL, *reproduce.DECISIVE}
 
-    assert figures._mean([curve(0, 2.0), curve(1, 4.0)], "uniform") == {10: 3.0}
+
+def test_seeds_are_kept_apart_in_rising_order_of_negatives():
+    def curve(negatives, seed, loss):
+        rows = [Metrics(step, 0.1 * step, step, 0.1, 0.0, loss, None, 10) for step in (0, 5)]
+        return Curve(Point("beauty", "uniform", "softmax", negatives, seed), rows)
+
+    curves = [curve(40, 0, 1.0), curve(10, 0, 2.0), curve(10, 1, 4.0)]
+    assert list(figures._finals(curves, "uniform").items()) == [(10, [2.0, 4.0]), (40, [1.0])]
 
 
 @pytest.mark.parametrize("name", list(reproduce.DATASETS))
 def test_the_presets_are_options_that_exist(name):
     dataset = reproduce.DATASETS[name]
     known = {field.name for field in dataclasses.fields(TASKS[dataset.options.split()[0]][0])}
-    for preset in reproduce.PRESETS:
-        words = f"{dataset.options} {dataset.presets[preset]} {' '.join(dataset.files)}".split()
+    assert {"quick", "paper"} <= dataset.presets.keys() <= reproduce.PRESETS.keys()
+    for options in dataset.presets.values():
+        words = f"{dataset.options} {options} {' '.join(dataset.files)}".split()
         assert {word[2:].replace("-", "_") for word in words if word.startswith("--")} <= known
 
 
-def test_the_csv_in_the_docs_is_of_this_sweep():
+def test_the_csv_in_the_docs_is_of_the_converged_sweep():
     file = Path(__file__).parent.parent / "docs" / "results" / "reproduce.csv"
-    with file.open() as handle:
-        found = {(row["dataset"], row["sampler"], row["negatives"], row["seed"]) for row in csv.DictReader(handle)}
-    wanted = {
-        (name, point.sampler, str(point.negatives or ""), str(point.seed))
-        for name in reproduce.DATASETS
-        for point in reproduce.points(name, reproduce.PRESETS["quick"])
-    }
-    # The rows of blocks are from an earlier sampler, which had two kinds of them.
-    assert {row for row in found if "blocks" not in row[1]} == {row for row in wanted if "blocks" not in row[1]}
+    if "cpu_seconds" not in file.read_text().partition("\n")[0]:
+        pytest.skip("the converged sweep is not finished: the docs still have an earlier sweep")
+    points = {curve.point for curve in reproduce.read(file)}
+    assert Point("beauty", FULL, "softmax", None, 0) in points
+    assert points <= set(reproduce._wanted(["beauty", "ptb"], "converged"))

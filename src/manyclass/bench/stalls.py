@@ -13,6 +13,7 @@ from rich.progress import Progress
 from ..sampled import SampledSoftmax
 from ..samplers import Blocks
 from ..samplers.partition import SLICE, Partition
+from ..train.training import peak_bytes
 from .step import BATCH
 from .timing import write_csv
 
@@ -45,9 +46,11 @@ def run(out: Path, console: Console, classes: int, steps: int) -> None:
     for line in [
         f"{classes:,} classes, d = {IN_FEATURES}, batch {BATCH}, {torch.get_num_threads()} threads, {len(rows)} steps",
         f"first step:         {first.seconds * 1e3:9.1f} ms",
-        f"median later step:  {middle * 1e3:9.1f} ms",
+        f"median later step:  {middle * 1e3:9.1f} ms, {1 / middle:.1f} steps per second",
         f"slowest later step: {slowest.seconds * 1e3:9.1f} ms, step {slowest.step}, "
         f"{slowest.grown:,} of {slowest.slices:,} slices of the next tree grown",
+        f"memory of the process: at most {(peak_bytes() or 0) / 1e9:.2f} GB, of which class weights "
+        f"{4 * classes * IN_FEATURES / 1e9:.2f} GB",
         f"figures: {out / 'stalls.csv'}",
         f"{'PASS' if ratio <= MOST else 'FAIL'}  the slowest later step takes {ratio:.1f} times the median, "
         f"at most {MOST} times allowed",

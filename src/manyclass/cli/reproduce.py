@@ -12,15 +12,17 @@ app = typer.Typer(help="The paper's experiments, each figure with one command.",
 
 DatasetNames = Annotated[
     list[str] | None,
-    typer.Option(metavar="ptb|beauty|diginetica|synth", help="Repeatable; default: all. synth is made on the spot."),
+    typer.Option(metavar="ptb|beauty|diginetica|synth", help="Repeatable; default: all that the preset has."),
 ]
 Data = Annotated[
     Path | None,
     typer.Option(help="Folder with the data sets except synth, one folder each; see docs/reproduction.md."),
 ]
 PresetName = Annotated[
-    Literal["quick", "paper"], typer.Option(help="quick: under 90 minutes on 2 cores for everything; paper: days.")
+    Literal["quick", "converged", "paper"],
+    typer.Option(help="quick: a smoke test; converged: SGD to the end, for many hours; paper: its setting, for days."),
 ]
+OnlyReport = Annotated[bool, typer.Option("--only-report", help="Do not train; report the finished runs.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Runs at a time, of one thread each; default: one per core.")]
 
 
@@ -33,16 +35,19 @@ def _reproduce_command(figure: str, help: str) -> None:
         preset: PresetName = "quick",
         out: Out = Path("out/reproduce"),
         jobs: Jobs = None,
+        only_report: OnlyReport = False,
     ) -> None:
         from .. import checks
         from ..experiments import figures
         from ..experiments import reproduce as experiments
 
         console = start(out, None)
-        known = tuple(experiments.DATASETS)
+        known = tuple(name for name, each in experiments.DATASETS.items() if preset in each.presets)
         names = [checks.one_of("--dataset", name, known) for name in dataset or known]
-        curves = experiments.sweep(names, preset, data, out / preset, jobs or os.cpu_count() or 1, console)
-        experiments.write(curves, out / "reproduce.csv")
+        if not only_report:
+            experiments.sweep(names, preset, data, out, jobs or os.cpu_count() or 1, console)
+        curves = experiments.finished(names, preset, out)
+        experiments.write(curves, out / experiments.FILE)
         for file in figures.draw(figure, curves, out, experiments.PRESETS[preset].note):
             console.print(str(file), soft_wrap=True)
 
@@ -76,7 +81,7 @@ def quality(
         list[str] | None,
         typer.Option(metavar="blocks|uniform", help="To compare with the full softmax. Repeatable; default: both."),
     ] = None,
-    only_report: Annotated[bool, typer.Option("--only-report", help="Do not train; report the finished runs.")] = False,
+    only_report: OnlyReport = False,
 ) -> None:
     """Train to the end with the full softmax, blocks and a uniform pool, and compare loss, Recall@20 and time.
 
@@ -96,3 +101,35 @@ def quality(
         wanted = comparison.trials(names, chosen, heads, seeds)
         comparison.sweep(wanted, data, out, jobs or os.cpu_count() or 1, console)
     comparison.summarise(names, chosen, heads, seeds, out, console)
+
+
+@app.command()
+def pace(
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with the texts, one folder each; not needed for python.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the runs, the table and the figure.")] = Path("out/pace"),
+    dataset: Annotated[
+        list[str] | None, typer.Option(metavar="python|text8|linux", help="Repeatable; default: text8 and linux.")
+    ] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="Repeatable; default: full, blocks, unigram pool, adaptive, in_batch.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of the full softmax; default: an hour or so. Others take more.")
+    ] = None,
+    only_report: OnlyReport = False,
+) -> None:
+    """Time to quality: how many times faster each method reaches the loss that the full softmax ends with.
+
+    Give the same command again to resume. `--dataset python` is small and needs no files.
+    """
+    from .. import checks
+    from ..experiments import pace as experiment
+
+    console = start(out, None)
+    names = [checks.one_of("--dataset", name, tuple(experiment.DATASETS)) for name in dataset or ("text8", "linux")]
+    methods = [checks.one_of("--method", name, tuple(experiment.METHODS)) for name in method or experiment.METHODS]
+    if not only_report:
+        experiment.sweep(names, methods, data, out, steps, console)
+    experiment.summarise(names, steps, out, console)

@@ -19,18 +19,23 @@ STYLES = {
     BLOCKS: ("#D55E00", "*"),
 }
 BASELINES = {"softmax": ("full softmax", "--"), "absolute": ("full softmax, absolute", ":")}
-AXES = {"epoch": "epochs", "seconds": "training time (seconds, 1 thread)"}
+AXES = {"epoch": "epochs", "cpu_seconds": "training time (CPU seconds)"}
 SHADES = "viridis"
 
 
 def draw(figure: str, curves: Sequence[Curve], out: Path, note: str) -> list[Path]:
-    """Draw ``bias``, ``samples`` or ``distributions``; the latter two for each data set, against epochs and time."""
+    """Draw ``bias``, ``samples`` or ``distributions``; the latter two for each data set, against epochs and time.
+
+    A sweep may have just begun: data sets without anything to compare are left out.
+    """
+    if not _datasets(curves):
+        return []
     if figure == "bias":
         bias(curves, out / "bias.png", note)
         return [out / "bias.png"]
     files = []
     for name in _datasets(curves):
-        for against, suffix in (("epoch", ""), ("seconds", "-time")):
+        for against, suffix in (("epoch", ""), ("cpu_seconds", "-time")):
             files.append(out / f"{figure}-{name}{suffix}.png")
             own = [curve for curve in curves if curve.point.dataset == name]
             said = f"{_length(own)}; {note}"
@@ -45,15 +50,15 @@ def bias(curves: Sequence[Curve], file: Path, note: str) -> None:
     for name, axes in zip(names, panels, strict=True):
         own = [curve for curve in curves if curve.point.dataset == name]
         for sampler, (colour, marker) in STYLES.items():
-            line = _mean(own, sampler)
-            if line:
-                numbers, finals = zip(*sorted(line.items()), strict=True)
-                axes.plot(numbers, finals, marker=marker, color=colour, label=sampler)
-        for prediction, (label, dashes) in BASELINES.items():
-            finals = [_final(curve) for curve in own if curve.point[1:3] == (FULL, prediction)]
+            finals = _finals(own, sampler)
             if finals:
-                axes.axhline(sum(finals) / len(finals), color="#444444", linestyle=dashes, label=label)
+                _line_with_band(axes, finals, marker=marker, color=colour, label=sampler)
         numbers = sorted({curve.point.negatives for curve in own if curve.point.negatives})
+        for prediction, (label, dashes) in BASELINES.items():
+            values = [_final(curve) for curve in own if curve.point[1:3] == (FULL, prediction)]
+            if values and numbers:
+                ends = dict.fromkeys((numbers[0], numbers[-1]), values)
+                _line_with_band(axes, ends, color="#444444", linestyle=dashes, label=label)
         axes.set(xscale="log", xlabel="negatives per example, m", ylabel=_quality(name))
         axes.set_xticks(numbers, [str(number) for number in numbers])
         axes.minorticks_off()
@@ -87,17 +92,14 @@ def samples(curves: Sequence[Curve], file: Path, note: str, against: str = "epoc
 def distributions(curves: Sequence[Curve], file: Path, note: str, against: str = "epoch") -> None:
     """Draw figure 4 and its appendix: convergence by sampler, one panel per number of negatives."""
     name = curves[0].point.dataset
-    figure, panels = _figure(len(FIXED), note)
-    for number, axes in zip(FIXED, panels, strict=True):
+    there = {curve.point.negatives for curve in curves}
+    numbers = [number for number in FIXED if number in there]
+    figure, panels = _figure(len(numbers), note)
+    for number, axes in zip(numbers, panels, strict=True):
         for sampler, (colour, marker) in STYLES.items():
             for curve in curves:
                 if curve.point.sampler == sampler and curve.point.negatives == number and curve.point.seed == 0:
                     _draw(axes, curve, against, color=colour, marker=marker, markersize=4, label=sampler)
-        pools = [curve for curve in curves if curve.point.sampler == BLOCKS and curve.point.seed == 0]
-        if pools:
-            label = f"blocks, a pool of {pools[-1].point.negatives}"
-            colour, marker = STYLES[BLOCKS]
-            _draw(axes, pools[-1], against, color=colour, marker=marker, label=label)
         _baselines(axes, curves, against, tuple(BASELINES))
         axes.set(xlabel=AXES[against], ylabel=_quality(name))
         points = {curve.point.sampler: curve.point for curve in curves if curve.point.negatives == number}
@@ -118,7 +120,7 @@ def against_time(panels: Mapping[str, Mapping[str, Sequence[Sequence[tuple[float
     for (title, samplers), axes in zip(panels.items(), grid, strict=True):
         for sampler, curves in samplers.items():
             _seeds_and_mean(axes, sampler, curves)
-        axes.set(xscale="log", xlabel=AXES["seconds"], ylabel="held-out cross entropy (nats)")
+        axes.set(xscale="log", xlabel="training time (seconds, 1 thread)", ylabel="held-out cross entropy (nats)")
         axes.set_title(title, fontsize="medium")
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
@@ -203,13 +205,20 @@ def _baselines(axes: Any, curves: Sequence[Curve], against: str, predictions: tu
             _draw(axes, curve, against, color="#444444", linestyle=dashes, label=label)
 
 
-def _mean(curves: Sequence[Curve], sampler: str) -> dict[int, float]:
-    """Return the mean final quality over seeds, for each number of negatives."""
-    finals: dict[int, list[float]] = {}
-    for curve in curves:
+def _finals(curves: Sequence[Curve], sampler: str) -> dict[int, list[float]]:
+    """Return the final quality of each seed, for each number of negatives in rising order."""
+    found: dict[int, list[float]] = {}
+    for curve in sorted(curves, key=lambda curve: curve.point.negatives or 0):
         if curve.point.sampler == sampler and curve.point.negatives:
-            finals.setdefault(curve.point.negatives, []).append(_final(curve))
-    return {number: sum(values) / len(values) for number, values in finals.items()}
+            found.setdefault(curve.point.negatives, []).append(_final(curve))
+    return found
+
+
+def _line_with_band(axes: Any, finals: Mapping[int, Sequence[float]], color: str, **style: Any) -> None:
+    """Draw the mean over seeds, and a band from the best to the worst of them."""
+    values = list(finals.values())
+    axes.plot(list(finals), [sum(each) / len(each) for each in values], color=color, **style)
+    axes.fill_between(list(finals), [*map(min, values)], [*map(max, values)], color=color, alpha=0.2)
 
 
 def _final(curve: Curve) -> float:
@@ -243,7 +252,9 @@ def _length(curves: Sequence[Curve]) -> str:
 
 
 def _datasets(curves: Sequence[Curve]) -> list[str]:
-    return [name for name in DATASETS if any(curve.point.dataset == name for curve in curves)]
+    """Return the data sets that have runs of the full softmax and of a sampler."""
+    kinds = {(curve.point.dataset, curve.point.sampler == FULL) for curve in curves}
+    return [name for name in DATASETS if {(name, True), (name, False)} <= kinds]
 
 
 def _shades(count: int) -> Callable[[int], Any]:

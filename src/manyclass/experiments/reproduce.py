@@ -28,6 +28,11 @@ FIXED = (10, 40, 160)
 #: The symmetric kernels, which the paper trains with the absolute softmax.
 ABSOLUTE = ("quadratic", "quartic")
 BLOCKS = "blocks"
+#: Samplers that are trained first, and with several seeds: ours, the paper's, and the usual one.
+DECISIVE = (BLOCKS, "quadratic", "uniform")
+#: Half of the negatives of `blocks` are an example's own, but no more than this; the pool has all others.
+MOST_OWN = 32
+FILE = "reproduce.csv"
 NEXT_ITEM = (
     "next-item --split last --model feed-forward --features 64 --dropout 0 --optimizer adagrad --lr 0.05 --batch"
 )
@@ -39,9 +44,9 @@ class Dataset(NamedTuple):
     title: str
     #: Files that the user brings, each with a name of an option and a pattern below --data.
     files: dict[str, str]
-    #: Options of `manyclass train` in both presets, …
+    #: Options of `manyclass train` in all presets, …
     options: str
-    #: … and in each of them.
+    #: … and in each preset that the data set has.
     presets: dict[str, str]
     perplexity: bool = False
     #: Samplers that a quick sweep leaves out: D is larger than n, so they score all classes for each example.
@@ -59,8 +64,10 @@ DATASETS = {
             # The TensorFlow tutorial sums the loss over 35 words and takes lr 1 and norm 5; ours is a mean.
             "paper": "--lr 35 --clip 0.143 --schedule exponential --epochs 39 --dropout 0.5 --evaluations 39 "
             "--eval-examples 80000",
+            # Few epochs, so that a sweep takes hours, not days. The learning rate falls to 0 over the second half.
+            "converged": "--lr 20 --clip 0.25 --schedule linear --epochs 4 --evaluations 4 --eval-examples 80000",
             # The paper's schedule would lower the learning rate too early in a short run.
-            "quick": "--lr 20 --clip 0.25 --schedule linear --steps 800 --eval-examples 5000",
+            "quick": "--lr 20 --clip 0.25 --schedule linear --steps 60 --evaluations 3 --eval-examples 2000",
         },
         perplexity=True,
     ),
@@ -68,7 +75,12 @@ DATASETS = {
         "Amazon Beauty, 12k items",
         {"--interactions": "sequences.txt*"},
         f"{NEXT_ITEM} 256 --user-first",
-        {"paper": "--epochs 39 --evaluations 39 --eval-examples 30000", "quick": "--steps 800 --eval-examples 5000"},
+        {
+            "paper": "--epochs 39 --evaluations 39 --eval-examples 30000",
+            "converged": "--optimizer sgd --lr 12 --clip 0.1 --schedule linear --epochs 4 --evaluations 4 "
+            "--eval-examples 30000",
+            "quick": "--steps 150 --evaluations 3 --eval-examples 2000",
+        },
     ),
     "diginetica": Dataset(
         "Diginetica, 43k items",
@@ -76,7 +88,7 @@ DATASETS = {
         f"{NEXT_ITEM} 512",
         {
             "paper": "--epochs 39 --evaluations 39 --eval-examples 60000",
-            "quick": "--steps 500 --evaluations 6 --eval-examples 3000",
+            "quick": "--steps 30 --evaluations 3 --eval-examples 1000",
         },
         slow=("quartic",),
     ),
@@ -86,7 +98,7 @@ DATASETS = {
         f"{NEXT_ITEM} 256",
         {
             "paper": "--epochs 39 --evaluations 39 --eval-examples 50000",
-            "quick": "--steps 250 --evaluations 6 --eval-examples 3000",
+            "quick": "--steps 30 --evaluations 3 --eval-examples 1000",
         },
         slow=("quartic",),
         made=(100_000, 50_000, 20),
@@ -97,28 +109,20 @@ DATASETS = {
 class Preset(NamedTuple):
     """The extent of a sweep."""
 
+    #: How many negatives each example is compared with.
     negatives: tuple[int, ...]
-    #: Numbers of negatives of the pool that the batch shares with `blocks`.
-    pools: tuple[int, ...]
-    #: Runs of each sampler, and of the full softmax, whose spread shows the noise.
-    seeds: int
+    #: Runs of the full softmax, whose spread shows the noise, and of the decisive samplers. Others have one run.
     baselines: int
+    decisive: int
     #: Whether slow samplers are left out.
     hurry: bool
     note: str
 
 
 PRESETS = {
-    "paper": Preset((10, 20, 40, 80, 160, 320, 640, 1280), (640, 1280, 2560, 5120), 1, 3, False, "the paper's setting"),
-    "quick": Preset(
-        (10, 40, 160, 640),
-        (640, 2560),
-        1,
-        2,
-        True,
-        "quick preset: few steps, few m, no dropout, a part of the held-out data, quartic on small sets only; "
-        "the paper trains to convergence",
-    ),
+    "paper": Preset((10, 20, 40, 80, 160, 320, 640, 1280), 3, 1, False, "the paper's setting"),
+    "converged": Preset((10, 40, 160, 640), 3, 3, False, "converged preset: SGD for all, trained to the end"),
+    "quick": Preset((10, 160), 1, 1, True, "quick preset: a smoke test, far from converged"),
 }
 
 
@@ -138,6 +142,9 @@ class Point(NamedTuple):
         return f"{self.sampler}-{self.prediction}-{self.negatives or 'all'}-{self.seed}"
 
 
+HEADER = (*Point._fields, "step", "epoch", "seconds", "cpu_seconds", "heldout_loss")
+
+
 class Curve(NamedTuple):
     """A run that is done."""
 
@@ -146,19 +153,26 @@ class Curve(NamedTuple):
 
 
 def points(dataset: str, preset: Preset) -> list[Point]:
-    """Return all runs that the figures of a data set are made of."""
-    found = [
-        Point(dataset, FULL, prediction, None, seed)
-        for prediction in ("softmax", "absolute")
-        for seed in range(preset.baselines)
-    ]
-    for sampler in (*SAMPLERS, BLOCKS):
-        if preset.hurry and sampler in DATASETS[dataset].slow:
-            continue
-        prediction = "absolute" if sampler in ABSOLUTE else "softmax"
-        numbers = preset.pools if sampler == BLOCKS else preset.negatives
-        found += [Point(dataset, sampler, prediction, m, seed) for m in numbers for seed in range(preset.seeds)]
+    """Return all runs that the figures of a data set are made of, the decisive runs of the first seed first."""
+    skipped = DATASETS[dataset].slow if preset.hurry else ()
+    others = [sampler for sampler in SAMPLERS if sampler not in (*DECISIVE, *skipped)]
+    found = []
+    for seed in range(max(preset.baselines, preset.decisive)):
+        if seed < preset.baselines:
+            found += [Point(dataset, FULL, prediction, None, seed) for prediction in ("softmax", "absolute")]
+        if seed < preset.decisive:
+            found += _sampled(dataset, DECISIVE, preset, seed)
+        if seed == 0:
+            found += _sampled(dataset, others, preset, seed)
     return found
+
+
+def _sampled(dataset: str, samplers: Sequence[str], preset: Preset, seed: int) -> list[Point]:
+    return [
+        Point(dataset, sampler, "absolute" if sampler in ABSOLUTE else "softmax", number, seed)
+        for number in preset.negatives
+        for sampler in samplers
+    ]
 
 
 def command(point: Point, preset: str, files: Mapping[str, Path], out: Path) -> list[str]:
@@ -168,7 +182,10 @@ def command(point: Point, preset: str, files: Mapping[str, Path], out: Path) -> 
     for option, file in files.items():
         options += [option, str(file)]
     options += ["--sampler", point.sampler, "--prediction", point.prediction]
-    if point.negatives is not None:
+    if point.sampler == BLOCKS and point.negatives is not None:
+        own = min(point.negatives // 2, MOST_OWN)
+        options += ["--own", str(own), "--num-samples", str(point.negatives - own)]
+    elif point.negatives is not None:
         options += ["--num-samples", str(point.negatives)]
     return [*options, "--seed", str(point.seed), "--threads", "1", "--out", str(out), "--resume"]
 
@@ -282,27 +299,44 @@ def _check(job: Job, code: int) -> None:
         raise ValueError(f"the run {job.folder} ended with code {code}: {' '.join(last)}")
 
 
-def sweep(names: Sequence[str], preset: str, data: Path | None, out: Path, jobs: int, console: Console) -> list[Curve]:
-    """Train what is not trained yet, ``jobs`` runs at a time, one thread each; returns all curves."""
-    wanted = [point for name in names for point in points(name, PRESETS[preset])]
+def sweep(names: Sequence[str], preset: str, data: Path | None, out: Path, jobs: int, console: Console) -> None:
+    """Train what is not trained yet, ``jobs`` runs at a time, one thread each; write ``reproduce.csv`` after each."""
+    wanted = _wanted(names, preset)
     with console.status("data"):
         files = {name: sources(name, data, out) for name in names}
-    waiting = [_job(point, preset, files[point.dataset], out) for point in wanted if not _result(out, point).exists()]
-    run_jobs(waiting, len(wanted) - len(waiting), jobs, console)
-    return [Curve(point, read_metrics(_result(out, point))) for point in wanted]
+    folder = out / preset
+    waiting = [point for point in wanted if not _result(folder, point).exists()]
+    queue = [
+        _job(point, preset, files[point.dataset], folder, lambda: write(finished(names, preset, out), out / FILE))
+        for point in waiting
+    ]
+    run_jobs(queue, len(wanted) - len(waiting), jobs, console)
+
+
+def finished(names: Sequence[str], preset: str, out: Path) -> list[Curve]:
+    """Return the curves of the runs that are trained to the end."""
+    files = [(point, _result(out / preset, point)) for point in _wanted(names, preset)]
+    return [Curve(point, read_metrics(file)) for point, file in files if file.exists()]
+
+
+def _wanted(names: Sequence[str], preset: str) -> list[Point]:
+    """List the runs in the order of training: first those that decide, of all data sets; further seeds last."""
+    found = [point for name in names for point in points(name, PRESETS[preset])]
+    return sorted(found, key=lambda point: (point.seed > 0, point.sampler not in (FULL, *DECISIVE)))
 
 
 def _result(out: Path, point: Point) -> Path:
     return out / point.dataset / f"{point.name}.csv"
 
 
-def _job(point: Point, preset: str, files: Mapping[str, Path], out: Path) -> Job:
+def _job(point: Point, preset: str, files: Mapping[str, Path], out: Path, report: Callable[[], None]) -> Job:
     folder = out / point.dataset / point.name
 
     def keep_curve() -> None:
         with replacing(_result(out, point)) as file:
             file.write_bytes((folder / "metrics.csv").read_bytes())
         rmtree(folder)
+        report()
 
     label = f"{point.dataset} {point.sampler} {point.negatives or ''}"
     return Job(label, folder, (("train", *command(point, preset, files, folder)),), keep_curve)
@@ -310,13 +344,13 @@ def _job(point: Point, preset: str, files: Mapping[str, Path], out: Path) -> Job
 
 def write(curves: Iterable[Curve], file: Path) -> None:
     """Write all curves as one table."""
-    header = ("dataset", "sampler", "prediction", "negatives", "seed", "step", "epoch", "seconds", "heldout_loss")
     rows = [
-        (*point, int(row.step), f"{row.epoch:.4f}", f"{row.seconds:.2f}", f"{row.heldout_loss:.5f}")
+        (*point, int(row.step), *(f"{getattr(row, name):.5f}" for name in HEADER[6:]))
         for point, rows in curves
         for row in rows
     ]
-    write_csv(file, header, rows)
+    with replacing(file) as temporary:
+        write_csv(temporary, HEADER, rows)
 
 
 def read(file: Path) -> list[Curve]:
@@ -326,6 +360,7 @@ def read(file: Path) -> list[Curve]:
         for row in csv.DictReader(handle):
             number = int(row["negatives"]) if row["negatives"] else None
             point = Point(row["dataset"], row["sampler"], row["prediction"], number, int(row["seed"]))
-            step, epoch, seconds, loss = (float(row[name]) for name in ("step", "epoch", "seconds", "heldout_loss"))
-            found.setdefault(point, []).append(Metrics(int(step), epoch, seconds, 0.0, 0.0, loss, None, number))
+            epoch, seconds, cpu, loss = (float(row[name]) for name in HEADER[6:])
+            metrics = Metrics(int(row["step"]), epoch, seconds, 0.0, 0.0, loss, None, number, cpu_seconds=cpu)
+            found.setdefault(point, []).append(metrics)
     return [Curve(point, rows) for point, rows in found.items()]

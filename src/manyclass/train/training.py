@@ -155,11 +155,11 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
         if stopped:
             break
     if processes.first:
-        run.write_json("resources.json", {"peak_bytes": _peak_bytes()})
+        run.write_json("resources.json", {"peak_bytes": peak_bytes()})
     return state.rows
 
 
-def _peak_bytes() -> int | None:
+def peak_bytes() -> int | None:
     """Return the peak memory of this process in bytes; None if the system does not report it."""
     try:
         import resource
