@@ -220,13 +220,18 @@ def test_broken_files_get_one_line(tmp_path, monkeypatch, capsys):
     assert "none.txt: no such file" in fails(monkeypatch, capsys, "train", *lm, tmp_path / "none.txt", *out)
     for arguments in (lm, items, classify):
         assert f"{tmp_path}: a folder, not a file" in fails(monkeypatch, capsys, "train", *arguments, tmp_path, *out)
-    twice = ("--interactions", "-", "--heldout", "-")
-    assert "only one file can be the standard input" in fails(monkeypatch, capsys, "train", "next-item", *twice, *out)
+    for other in (("--heldout", "-"), ("--test", "-"), ("--items", "-", "--item-feature", "kind")):
+        twice = ("--interactions", "-", *other)
+        message = fails(monkeypatch, capsys, "train", "next-item", *twice, *out)
+        assert "only one file can be the standard input" in message
     file = tmp_path / "a.csv"
+    file.write_text("no table at all")  # which none of these may get to read
     for wrong, message in (
         (("--encoding", "rot13"), "--encoding must be one that Python knows"),
         (("--sep", ""), "--sep must be characters within a line"),
         (("--sep", ";", "--sequences"), "--sequences is for one sequence per line"),
+        (("--device", "nowhere"), "--device 'nowhere' cannot be used"),
+        (("--init", tmp_path), "is not the folder of a run"),
     ):
         assert message in fails(monkeypatch, capsys, "train", *items, file, *wrong, *out)
 

@@ -20,6 +20,7 @@ from manyclass.train.data import (
     spool,
     text,
 )
+from manyclass.train.data.files import NOT_UTF_8
 from manyclass.train.data.spool import RaggedWriter
 
 # ---------------------------------------------------------------- files
@@ -64,11 +65,11 @@ def test_not_utf8_has_a_line(tmp_path, monkeypatch):
     path = write(tmp_path / "a.txt", b"one\ntwo\nthr\xffee\n")
     for chunk in (2, 5, 1 << 20):
         monkeypatch.setattr(files, "CHUNK", chunk)
-        with raises(f"{path}, line 3: not UTF-8 text"):
+        with raises(f"{path}, line 3: {NOT_UTF_8}"):
             list(files.read_pieces(path))
-    with raises(f"{path}, line 3: not UTF-8 text"):
+    with raises(f"{path}, line 3: {NOT_UTF_8}"):
         list(files.read_lines(path))
-    with raises(f"{write(path, 'ä'.encode()[:1])}, line 1: not UTF-8 text"):
+    with raises(f"{write(path, 'ä'.encode()[:1])}, line 1: {NOT_UTF_8}"):
         list(files.read_pieces(path))
 
 

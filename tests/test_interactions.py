@@ -24,6 +24,7 @@ from manyclass.train.data import (
     tables,
 )
 from manyclass.train.data.columns import Layout
+from manyclass.train.data.files import NOT_UTF_8
 
 # ---------------------------------------------------------------- interactions
 
@@ -158,7 +159,7 @@ def test_sequences(tmp_path):
         ("a.csv", "user,item\n1,2\n1,2,3\n", ", line 3: 3 fields, but the header has 2"),
         ("a.csv", "user,item,x\n1,2,\n1,2\n", ", line 3: 2 fields, but the header has 3"),
         ("a.tsv", "user\titem\n1\t2\n\n1\n", ", line 4: 1 fields, but the header has 2"),
-        ("a.csv", 'user,item\n1,2\n"1,2\n1,2\n', ", line 4: unexpected end of data"),
+        ("a.csv", 'user,item\n1,2\n"1,2\n1,2\n', ", line 3: a quote without an end"),
         ("a.csv", "user,item\n\n1,2\n1,\n", ", line 4: no 'item'"),
         ("a.csv", "user,item,x\n1,2,3\n,2,3\n", ", line 3: no 'user'"),
         ("a.csv", 'user,item,x\n1,2,3\n1,"",3\n', ", line 3: no 'item'"),
@@ -166,9 +167,9 @@ def test_sequences(tmp_path):
         ("a.jsonl", '{"user": 1, "item": 2}\n{"user": 1, "item": null}\n', ", line 2: no 'item'"),
         ("a.jsonl", '{"user": 1, "item": 2}\n{"user": 1,\n', None),
         ("a.jsonl", '{"user": 1, "item": 2}\n[1]\n', ", line 2: not a JSON object"),
-        ("a.csv", b"user,item\n1,2\n1,\xff\n", ", line 3: not UTF-8 text"),
-        ("a.jsonl", b'{"user": 1, "item": 2}\n{"user": "\xff"}\n', ", line 2: not UTF-8 text"),
-        ("a.txt", b"1 2\n\xff 3\n", ", line 2: not UTF-8 text"),
+        ("a.csv", b"user,item\n1,2\n1,\xff\n", f", line 3: {NOT_UTF_8}"),
+        ("a.jsonl", b'{"user": 1, "item": 2}\n{"user": "\xff"}\n', f", line 2: {NOT_UTF_8}"),
+        ("a.txt", b"1 2\n\xff 3\n", f", line 2: {NOT_UTF_8}"),
         ("a.csv", "user,item\n1,2\n3,2\n", ": only one item, '2'; at least 2 are needed"),
         ("a.txt", "a a\n", ": only one item, 'a'; at least 2 are needed"),
         (
@@ -302,7 +303,7 @@ def test_other_encodings(tmp_path, monkeypatch):
         shrink(monkeypatch, size)
         data = interactions(path, layout=Layout(";", encoding="latin-1"), **options)
         assert names(data) == [["é;ü", "b"]]
-    with raises(f"{path}, line 2: not UTF-8 text"):
+    with raises(f"{path}, line 2: {NOT_UTF_8}"):
         interactions(path, layout=Layout(";"), **options)
     path = write(tmp_path / "b.txt", "é b\nb ü\n".encode("utf-16"))
     assert names(interactions(path, layout=Layout(encoding="utf-16"))) == [["é", "b"], ["b", "ü"]]
@@ -325,6 +326,72 @@ def test_a_table_is_not_taken_for_sequences(tmp_path, separator):
     assert [len(row) for row in rows(interactions(path, layout=Layout(sequences=True)).sequences)] == [words] * 3
     write(path, f"a,b c{separator}d e\nf g\n")  # not in every line
     assert len(interactions(path).sequences) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("1,2,3\n4,5\n", "looks like a table, '1,2,3'; give --sep ','"),  # not as many in every line
+        ("1 7 5 880606923\n2 7 4 880606924\n", "looks like a table, '1 7 5 880606923'; give --sep ' '"),
+        ("user item time\n1 7 880606923\n", "looks like a table, 'user item time'; give --sep ' '"),
+        ('[{"user": 1, "item": 2},\n{"user": 1, "item": 3}]\n', "looks like JSON, "),
+        ('{"user": 1, "item": 2}\n', "looks like JSON, "),
+    ],
+)
+def test_what_else_is_not_taken_for_sequences(tmp_path, content, message):
+    path = write(tmp_path / "a.txt", content)
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(f'{path}: {message}')}.*--sequences if each line is a sequence$"
+    ):
+        interactions(path)
+    words = [line.split() for line in content.splitlines()]
+    assert names(interactions(path, layout=Layout(sequences=True))) == words
+
+
+def test_long_names_are_no_times(tmp_path):
+    path = write(tmp_path / "a.txt", "0387310738 0521642981 0262018020\n0262018020 0387310738\n")
+    assert [len(row) for row in names(interactions(path))] == [3, 2]
+
+
+@pytest.mark.parametrize("header", ["28,25,4,880042450", "1,2,5,4", "1,a,5,4", "1.5,2,3,4"])
+def test_a_row_is_not_taken_for_a_header(tmp_path, header):
+    """Columns by number are asked for where there is no header; a name that is a number would win over a place."""
+    path = write(tmp_path / "a.csv", f"{header}\n9,33,4,880424604\n9,34,4,880424604\n")
+    by_place = {"user": "1", "item": "2", "timestamp": "4"}
+    with pytest.raises(ValueError, match=r"first line looks like a row, column \d is '[\d.]+'; give --no-header$"):
+        interactions(path, **by_place)
+    assert (
+        interactions(path, layout=Layout(headerless=True), **by_place).facts[0].startswith(f"{path}: 3 rows, 2 users")
+    )
+
+
+def test_columns_by_place_are_said(tmp_path):
+    path = write(tmp_path / "a.csv", "0,1,2\n9,33,4\n9,34,4\n")  # as pandas calls columns without a name
+    assert names(interactions(path, user="0", item="1", timestamp="2")) == [["33", "34"]]
+    path = write(tmp_path / "b.csv", "who,what\n9,33\n9,34\n")
+    assert f"{path}: column 1 is 'who'" in interactions(path, user="1", item="what").facts
+
+
+def test_a_column_that_is_there_twice(tmp_path):
+    path = write(tmp_path / "a.csv", "user,item,x,item,x\n1,2,3,4,5\n1,3,3,4,5\n")
+    with raises(f"{path}: more than one column is called 'item'"):
+        interactions(path)
+    write(path, "user,item,x,x\n1,2,3,4\n1,3,3,4\n")
+    assert names(interactions(path)) == [["2", "3"]]  # nobody asks for that one
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "option"),
+    [
+        ("a.csv", "user;item\n1;2\n", "';'"),
+        ("a.csv", "user\titem\n1\t2\n", "tab"),
+        ("a.dat", "1,2014-04-07T10:51:09.277Z,3\n", "','"),  # YooChoose
+    ],
+)
+def test_another_separator_is_named(tmp_path, name, content, option):
+    path = write(tmp_path / name, content)
+    with pytest.raises(ValueError, match=rf"no column '(user|item)'; there are [^;]*.*; give --sep {option}\?$"):
+        interactions(path)
 
 
 def test_a_missing_time_is_said(tmp_path):

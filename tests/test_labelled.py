@@ -15,6 +15,7 @@ from manyclass.train.data import (
     synth,
     synthesise,
 )
+from manyclass.train.data.files import NOT_UTF_8
 from manyclass.train.data.texts import Texts
 
 # ---------------------------------------------------------------- labelled documents
@@ -68,12 +69,12 @@ def test_rare_labels_are_dropped(tmp_path):
         ("1,2 1:2 3:1e39\n", ", line 1: '3:1e39' is not a finite number in 32 bits"),
         ("1,2 -1:2\n", ", line 1: feature -1 is not in [0, 2147483648)"),
         ("1,-2 1:2\n", ", line 1: label -2 is not in [0, 2147483648)"),
-        ("1,x 1:2\n", ", line 1: label 'x' is not a number"),
+        ("1,x 1:2\n", ", line 1: label 'x' is not a number; texts have labels like __label__sport"),
         ("1,2 1:2\n1:2 3:4\n", ", line 2: label '1:2' is not a number; a line without labels starts with a blank"),
         ("1 5 9\n1,2 5:2\n", ", line 2: feature 5 is not in [0, 5)"),
         ("1 5 9\n1,9 4:2\n", ", line 2: label 9 is not in [0, 9)"),
         ("3 5 9\n1,2 4:2\n 1:1\n\n", ": the header says 3 documents, but there are 2"),
-        (b"1,2 1:2\n1 \xff\n", ", line 2: not UTF-8 text"),
+        (b"1,2 1:2\n1 \xff\n", f", line 2: {NOT_UTF_8}"),
     ],
 )
 def test_labelled_errors(tmp_path, content, message):

@@ -184,16 +184,21 @@ def test_metrics_stand_for_perplexity_beyond_language(tmp_path):
 
 
 def test_how_items_were_ranked_is_said(tmp_path):
-    ways = [("test", True), ("test", True), ("heldout", True), ("test", False)]
-    evaluations = [{"step": 200, "on": on, "exclude_seen": seen, "recall@10": 0.5} for on, seen in ways]
-    runs = [make_run(tmp_path / str(n), task="next-item", evaluation=one) for n, one in enumerate(evaluations)]
-    said = "Rankings on test data; items that a user had before are left out of them."
+    way = {"step": 200, "examples": 3000, "on": "test", "exclude_seen": True, "recall@10": 0.5}
+    changes = [{}, {}, {"on": "heldout"}, {"exclude_seen": False}, {"examples": 3}, {"probe": 4}]
+    runs = [
+        make_run(tmp_path / str(number), task="next-item", evaluation=way | change)
+        for number, change in enumerate(changes)
+    ]
+    said = "Rankings on 3,000 test examples; items that a user had before are left out of them."
     assert said in " ".join(printed(runs[:2]).split())
     assert said in written(runs[:2], tmp_path).texts
     for other in runs[2:]:
         assert "their recall, MRR and NDCG do not compare" in " ".join(printed([runs[0], other]).split())
     edited = make_run(tmp_path / "edited", task="next-item", evaluation={"step": 200, "on": [], "recall@10": 0.5})
-    assert "Rankings on [] data" in printed([edited])
+    assert "Rankings on None [] examples" in printed([edited])
+    classified = make_run(tmp_path / "classified", task="classify", evaluation=way)
+    assert "Rankings on 3,000 test examples." in printed([classified])
 
 
 def test_measures_are_of_the_checkpoint_and_cut_off_of_the_table(tmp_path):

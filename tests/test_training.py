@@ -16,7 +16,7 @@ from manyclass.train import baselines, checkpoint, evaluation, settings, trainin
 from manyclass.train.checkpoint import Header
 from manyclass.train.data.spool import Ragged
 from manyclass.train.models import LSTM, FeedForward, Transformer
-from manyclass.train.run import Run
+from manyclass.train.run import Run, best
 from manyclass.train.settings import ClassifySettings, LanguageSettings, NextItemSettings
 from manyclass.train.tasks import TASKS
 from manyclass.train.tasks.base import IGNORE, every
@@ -432,7 +432,7 @@ def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch, select):
     assert step == wanted
     found = training.evaluate(model, task, k=(10,))
     assert found[select] == pytest.approx(values[wanted], abs=1e-6)
-    assert training.selected(task, rows) == (select, rows[wanted // 2])
+    assert best(rows, task.selects) == rows[wanted // 2]
     settings.resume = True
     assert repr(training.train(training.prepare("next-item", settings))) == repr(rows)  # nothing is left to do
 
@@ -441,14 +441,14 @@ def test_patience_ends_a_run_for_good(tmp_path):
     options = {"steps": 60, "evaluations": 30, "lr": 3.0, "schedule": "constant", "select": "loss", "patience": 3}
     settings = settings_of("next-item", tmp_path, **options)
     rows = training.train(training.prepare("next-item", settings))
-    best = min(rows[1:], key=lambda row: row.heldout_loss)
-    assert rows[-1].step == best.step + 6 < 60
+    lowest = min(rows[1:], key=lambda row: row.heldout_loss)
+    assert rows[-1].step == lowest.step + 6 < 60
     settings.resume = True
     assert training.train(training.prepare("next-item", settings)) == rows
     with pytest.raises(ValueError, match="--patience needs --select"):
         settings_of("next-item", tmp_path, patience=3)
     with pytest.raises(ValueError, match=r"--select ndcg@10: language models are selected by their loss"):
-        train("lm", tmp_path, steps=2, select="ndcg@10", out=tmp_path / "lm")
+        settings_of("lm", tmp_path, select="ndcg@10")  # not after the first epoch
 
 
 def test_a_finished_run_can_be_extended(tmp_path):
@@ -688,7 +688,8 @@ def test_tensorboard(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": 0.0}, "--lr must be positive, got 0.0"),
+        ({"lr": 0.0}, "--lr must be positive and finite, got 0.0"),
+        ({"lr": math.inf}, "--lr must be positive and finite, got inf"),
         ({"clip": -1.0}, "--clip must be positive"),
         ({"sampler": "full", "num_samples": 3}, "--sampler full has no negatives, so it takes no --num-samples"),
         ({"power": 0.5}, "--power is for unigram, not for blocks"),
@@ -697,7 +698,7 @@ def test_tensorboard(tmp_path):
         ({"own": 8, "sampler": "full"}, "--own is for blocks, not for full"),
         ({"probe": 8, "sampler": "quadratic"}, "--probe is for blocks, head_tail, not for quadratic"),
         ({"sampler": "zipf"}, "--sampler must be one of 'full', 'blocks', .*, got 'zipf'"),
-        ({"epochs": math.nan}, "--epochs must be positive, got nan"),
+        ({"epochs": math.nan}, "--epochs must be positive and finite, got nan"),
         ({"num_samples": 3, "tolerance": 0.1}, "give --num-samples or --tolerance, not both"),
         (
             {"scope": "batch", "sampler": "softmax"},

@@ -81,12 +81,8 @@ class Bar(training.Observer):
 
 def prepare(name: str, settings: Settings, console: Console, processes: Processes | None = None) -> Task[Any]:
     """Read the data of a run, with a progress bar."""
-    files = [
-        *(getattr(settings, "text", None) or ()),
-        getattr(settings, "interactions", None),
-        getattr(settings, "data", None),
-        getattr(settings, "heldout", None),
-    ]
+    single = ("interactions", "data", "heldout", "test", "items")
+    files = [*(getattr(settings, "text", None) or ()), *(getattr(settings, option, None) for option in single)]
     if sum(file == STANDARD_INPUT for file in files) > 1:
         raise ValueError("only one file can be the standard input")
     size = sum(file.stat().st_size for file in files if file is not None and file.exists())

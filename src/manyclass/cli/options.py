@@ -16,8 +16,11 @@ Seed = Annotated[int, typer.Option(help="Seed of the weights and the draws.")]
 
 
 def warn_of_device(device: str) -> None:
-    """Warn on standard error about a device that was never tested."""
+    """Raise if there is no such device, and warn on standard error about one that was never tested."""
     if device != "cpu":
+        from ..train.model import device_named
+
+        device_named(device)
         print(
             f"device {device}: tested on a simulated device only, not on a GPU; compare with --device cpu",
             file=sys.stderr,

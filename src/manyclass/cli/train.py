@@ -54,7 +54,8 @@ def _train_command(name: str, kind: type[Settings]) -> None:
     """Make ``manyclass train NAME``: every field of its settings is an option."""
 
     def command(**options: Any) -> None:
-        from ..train import processes, training
+        from ..train import processes
+        from ..train.run import best
         from . import console as show
 
         settings = kind(**_with_preset(name, options))
@@ -77,9 +78,8 @@ def _train_command(name: str, kind: type[Settings]) -> None:
         console.print(
             f"evaluated at step {last.step}: held-out loss {last.heldout_loss:.4f} nats{perplexity}", soft_wrap=True
         )
-        best = training.selected(task, rows)
-        if best is not None:
-            measure, row = best
+        measure, row = task.selects, best(rows, task.selects)
+        if measure is not None and row is not None:
             ranked = "" if measure == "loss" or name != "next-item" else f"; {protocol(False)}"
             kept = f"kept: step {row.step}, best by held-out {measure}: {row.measure(measure):.4f}{ranked}"
             console.print(kept, soft_wrap=True)

@@ -140,15 +140,21 @@ def _caveat(runs: Sequence[Run]) -> str | None:
 
 
 def _protocol(runs: Sequence[Run]) -> str | None:
-    """Return how the recommenders among the runs were ranked, or that they cannot be compared."""
-    found = [run.measures for run in runs if run.task == "next-item" and run.measures]
-    ways = {(str(one.get("on")), one.get("exclude_seen") is True) for one in found}
-    if not ways:
-        return None
+    """Return what the rankings of the runs are of, or that they cannot be compared."""
+    ways = {_way(run) for run in runs if run.task != "lm" and run.measures}
     if len(ways) > 1:
         return "The runs were ranked in different ways: their recall, MRR and NDCG do not compare."
-    ((on, excluded),) = ways
-    return f"Rankings on {on} data; items that a user had before are {'left out' if excluded else 'part'} of them."
+    return ways.pop() if ways else None
+
+
+def _way(run: Run) -> str:
+    """Return how `manyclass evaluate` ranked."""
+    examples, on, probe = (run.measures.get(name) for name in ("examples", "on", "probe"))
+    number = f"{examples:,}" if isinstance(examples, int) else str(examples)
+    seen = "left out" if run.measures.get("exclude_seen") is True else "part"
+    items = f"; items that a user had before are {seen} of them" if run.task == "next-item" else ""
+    which = "held-out" if on == "heldout" else on
+    return f"Rankings on {number} {which} examples{'' if probe is None else f' through {probe} blocks'}{items}."
 
 
 def _lowest(runs: Sequence[Run]) -> str:

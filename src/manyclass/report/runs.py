@@ -7,6 +7,7 @@ from typing import Any
 
 from .. import losses
 from ..train import run as train
+from ..train.records import typed
 
 
 @dataclass
@@ -18,12 +19,14 @@ class Run:
         config: ``config.json``.
         rows: ``metrics.csv``, one dict per evaluation; empty cells are nan.
         evaluation: ``evaluation.json``, or None.
+        row: the evaluation of the checkpoint that the run keeps: the best one, if it selects one, or the last.
     """
 
     folder: Path
     config: dict[str, Any]
     rows: list[dict[str, float]]
     evaluation: dict[str, Any] | None
+    row: dict[str, float]
 
     @property
     def name(self) -> str:
@@ -43,16 +46,6 @@ class Run:
         if loss == "softmax":
             return sampler
         return f"{loss}, {sampler}" if loss in losses.names() and losses.draws(loss) else loss
-
-    @property
-    def row(self) -> dict[str, float]:
-        """The evaluation of the checkpoint that the run keeps: the best one, if it selects one, or the last."""
-        select = self.config.get("select")
-        name = "heldout_loss" if select == "loss" else str(select).replace("@", "_")
-        rows = [row for row in self.rows if row["step"] > 0 and math.isfinite(row.get(name, math.nan))]
-        if not rows:
-            return self.rows[-1]
-        return (min if select == "loss" else max)(rows, key=lambda row: row[name])
 
     @property
     def loss(self) -> float:
@@ -80,8 +73,10 @@ def load(folder: Path) -> Run:
     """Read a run's folder; an error names the file and its defect."""
     found = train.Run(folder.resolve())
     config = found.config()
+    metrics = found.metrics()
     rows = [
-        {name: math.nan if value is None else float(value) for name, value in row._asdict().items()}
-        for row in found.metrics()
+        {name: math.nan if value is None else float(value) for name, value in row._asdict().items()} for row in metrics
     ]
-    return Run(found.folder, config, rows, found.evaluation())
+    select = typed(config.get("select"), str | None, f"{found.folder / 'config.json'}: 'select'")
+    kept = train.best(metrics, select) or metrics[-1]
+    return Run(found.folder, config, rows, found.evaluation(), rows[metrics.index(kept)])

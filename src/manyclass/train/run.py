@@ -4,7 +4,7 @@ import csv
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,11 +46,19 @@ class Metrics(NamedTuple):
     cpu_seconds: float | None = None
 
     def measure(self, name: str) -> float:
-        """Return a measure on held-out data by its usual name: ``loss``, or such as ``ndcg@10``."""
-        value = self.heldout_loss if name == "loss" else getattr(self, name.replace("@", "_"))
-        if value is None:
-            raise ValueError(f"--select {name}: language models are selected by their loss")
-        return value
+        """Return a held-out measure by its usual name, ``loss`` or such as ``ndcg@10``; nan if it is missing."""
+        value = self.heldout_loss if name == "loss" else getattr(self, name.replace("@", "_"), None)
+        return math.nan if value is None else value
+
+
+def best(rows: Sequence[Metrics], select: str | None) -> Metrics | None:
+    """Return the evaluation whose checkpoint is kept by the measure ``select``, the first of equal ones.
+
+    None if the last checkpoint is kept: without a measure, or without a finite value of it after a step.
+    """
+    measured = [row for row in rows if select and row.step > 0 and math.isfinite(row.measure(select))]
+    order = min if select == "loss" else max
+    return order(measured, key=lambda row: row.measure(str(select)), default=None)
 
 
 def read_metrics(file: Path) -> list[Metrics]:

@@ -180,8 +180,8 @@ class Settings:
         self.encoding = check_encoding(self.encoding)
         for name in ("lr", "clip", "epochs", "tolerance"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"--{name} must be positive and finite, got {value}")
         if self.patience is not None and self.select is None:
             raise ValueError("--patience needs --select, the measure that must improve")
         if self.num_samples is not None and self.tolerance is not None:
@@ -310,6 +310,8 @@ class LanguageSettings(Settings):
         self.text, self.more_text = [*(self.text or []), *(self.more_text or [])] or None, None
         if (self.text is None) == (self.corpus is None):
             raise ValueError("give a text, --text FILE, or --corpus python")
+        if self.select not in (None, "loss"):
+            raise ValueError(f"--select {self.select}: language models are selected by their loss")
 
 
 #: Settings of `manyclass train` by a name, in place of the defaults; by the name of the task.

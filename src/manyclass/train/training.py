@@ -23,7 +23,7 @@ from .evaluation import evaluate
 from .model import Model, device_named
 from .processes import Processes
 from .records import first_line, quoted
-from .run import CHECKPOINT, Metrics, Run
+from .run import CHECKPOINT, Metrics, Run, best
 from .settings import LENGTH, Settings
 from .state import State
 from .tasks import TASKS, Task
@@ -80,6 +80,9 @@ def _prepare(name: str, settings: Settings, advance: Advance, part: tuple[int, i
                     f"{settings.out} was begun with {option}={old}, so it cannot be resumed with {option}={new}"
                 )
             return kind(settings, run.data, _vocabulary(run, config), part)
+    for other in (settings.init, settings.tree):
+        if other is not None:
+            Run(other).config()  # now, not when all data are read
     with run.alone():
         try:
             with replacing(run.data) as temporary:
@@ -146,8 +149,8 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
             state.rows.append(_measured(model, task, state, steps, processes))
             state.total, state.count = 0.0, 0
             events(state.rows[-1])
-            best = selected(task, state.rows)
-            state.best = best and (best[1].step, best[1].measure(best[0]))
+            kept = best(state.rows, task.selects)
+            state.best = kept and (kept.step, kept.measure(str(task.selects)))
         stopped = processes.any(observer.stopped())
         if state.step in milestones or state.step % settings.checkpoint_every == 0 or stopped:
             saved.write(run, model, optimizer, state, processes)
@@ -168,21 +171,10 @@ def peak_bytes() -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def selected(task: Task[Any], rows: list[Metrics]) -> tuple[str, Metrics] | None:
-    """Return the measure that the best checkpoint is selected by, and its evaluation; the first of equal ones.
-
-    None if the run keeps its last checkpoint, or has none yet.
-    """
-    select = task.selects
-    rows = [row for row in rows if row.step > 0 and select and not math.isnan(row.measure(select))]
-    if select is None or not rows:
-        return None
-    return select, (min if select == "loss" else max)(rows, key=lambda row: row.measure(select))
-
-
 def _patience_is_over(state: State, patience: int | None) -> bool:
-    best = state.best
-    return patience is not None and best is not None and sum(row.step > best[0] for row in state.rows) >= patience
+    if patience is None or state.best is None:
+        return False
+    return sum(row.step > state.best[0] for row in state.rows) >= patience
 
 
 def _start(run: Run, model: Model, optimizer: Any, state: State, processes: Processes, seed: int) -> None:

@@ -14,6 +14,9 @@ from .files import bare_suffix
 Record = dict[str, str | None]
 #: Names of columns that a message lists.
 LISTED = 20
+#: What may be between the fields of a table, and how a shell takes those that it does not take in quotes.
+SEPARATORS = ("\t", "::", ";", ",", "|")
+SHELL = {"\t": "tab"}
 #: What RecBole calls the columns of its ``.inter`` and ``.item`` files, after a colon and a type are cut off.
 RECBOLE = {"user": "user_id", "item": "item_id"}
 
@@ -73,6 +76,9 @@ class Columns:
         if headerless:
             places = ", ".join(f"{quoted(column)} is column {place}" for column, place in found.items())
             self.notes.append(f"{file} has no header: {places}")
+        else:
+            taken = [place for column, place in found.items() if column.isdecimal() and column != place]
+            self.notes += [f"{file}: column {names.index(name) + 1} is {quoted(name)}" for name in taken]
         if self.timestamp not in found:
             self.missing_time(file, names)
         return found
@@ -98,6 +104,11 @@ def _usual_places(count: int) -> dict[str, str]:
     """Return where a table without a header has the user, the item and the time, as MovieLens has them."""
     time = {"timestamp": "4" if count >= 4 else "3"} if count >= 3 else {}
     return {"user": "1", "item": "2", **time}
+
+
+def shell(separator: str) -> str:
+    """A separator as one types it behind ``--sep``."""
+    return SHELL.get(separator, repr(separator))
 
 
 def _listed(names: Sequence[str]) -> str:

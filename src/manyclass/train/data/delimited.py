@@ -9,7 +9,8 @@ from typing import Any
 import polars as pl
 
 from ..records import first_line
-from .columns import Batch, Columns, Layout, Record
+from ..records import quoted as quote
+from .columns import SEPARATORS, Batch, Columns, Layout, Record, shell
 from .files import LONGEST, Advance, bare_suffix, decode_lines, open_bytes
 
 #: What is between the fields, and whether the first line has names. Two are RecBole's, the last two MovieLens's.
@@ -49,6 +50,7 @@ def read_delimited(file: Path, columns: Columns, advance: Advance, layout: Layou
             if not header.strip(b"\r\n"):  # nothing but blank lines so far
                 continue
             names = _names(file, header, line, options)
+            fields = names
             headerless = layout.headerless or not (named or {columns.user, columns.item} <= set(names))
             if headerless:
                 names = [str(number) for number in range(1, len(names) + 1)]
@@ -56,7 +58,11 @@ def read_delimited(file: Path, columns: Columns, advance: Advance, layout: Layou
             else:
                 rows = rows[end:]
                 line += header.count(b"\n")
-            chosen = columns.find(file, names, headerless)
+                _check_header(file, names, columns)
+            try:
+                chosen = columns.find(file, names, headerless)
+            except ValueError as error:
+                raise ValueError(f"{error}{_separated(fields)}") from None
         if rows:
             yield _read(_Piece(file, rows, line, options, names, chosen), header)
     if not names:
@@ -80,6 +86,7 @@ class _Piece:
             reader = csv.reader(lines, delimiter=delimiter, strict=True)
         else:
             reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE)
+        before = 0  # lines that were read before the row, which may have several
         try:
             for row in reader:
                 if row and len(row) != len(self.names):
@@ -88,8 +95,9 @@ class _Piece:
                     record = dict(zip(self.names, row, strict=True))
                     place = f"line {self.line + reader.line_num - 1}"
                     yield place, {wanted: record[found] for wanted, found in self.chosen.items()}
+                before = reader.line_num
         except csv.Error as error:
-            raise ValueError(f"{self.file}, line {self.line + reader.line_num - 1}: {error}") from None
+            raise ValueError(f"{self.file}, line {self.line + before}: {_reason(error)}") from None
 
     def check(self) -> None:
         """Raise if a line is broken."""
@@ -117,6 +125,33 @@ def _names(file: Path, header: bytes, line: int, options: dict[str, Any]) -> lis
         return pl.read_csv(header, n_rows=0, **options).columns
     except pl.exceptions.PolarsError as error:
         raise ValueError(f"{file}, line {line}: {first_line(error)}") from None
+
+
+def _reason(error: csv.Error) -> str:
+    return "a quote without an end" if "unexpected end of data" in str(error) else str(error)
+
+
+def _check_header(file: Path, names: list[str], columns: Columns) -> None:
+    """Raise if the first line is a row, or if it names a wanted column twice."""
+    wanted = (columns.user, columns.item, columns.timestamp, *columns.features)
+    numbered = [[str(first + place) for place in range(len(names))] for first in (0, 1)]
+    for name in wanted:
+        if f"{name}_duplicated_0" in names:  # the name that polars gives to the second
+            raise ValueError(f"{file}: more than one column is called {quote(name)}")
+        place = int(name) if name.isdecimal() else 0
+        taken = name if name in names else names[place - 1] if 1 <= place <= len(names) else ""
+        if place and taken.replace(".", "", 1).isdecimal() and names not in numbered:
+            raise ValueError(
+                f"{file}: its first line looks like a row, column {name} is {quote(taken)}; give --no-header"
+            )
+
+
+def _separated(names: list[str]) -> str:
+    """Say what may separate the fields of a file that was read as one column."""
+    if len(names) != 1:
+        return ""
+    likely = max(SEPARATORS, key=names[0].count)
+    return f"; give --sep {shell(likely)}?" if likely in names[0] else ""
 
 
 def _pieces(file: Path, quoted: bool, advance: Advance, encoding: str) -> Iterator[tuple[int, bytes]]:

@@ -11,7 +11,7 @@ import polars as pl
 
 from ..records import quoted
 from . import spool
-from .columns import Batch, Columns, Layout
+from .columns import SEPARATORS, Batch, Columns, Layout, shell
 from .files import Advance, read_lines
 from .spool import Spool
 from .tables import is_table, read_table
@@ -19,10 +19,10 @@ from .vocabulary import numbering
 
 #: Rows that people are shown, and items of each.
 PREVIEW, SHOWN = 3, 8
-#: Lines of a file of sequences that are checked for being rows of a table, and what would separate the fields.
+#: Lines of a file of sequences that are checked for being rows of a table.
 LOOKED_AT = 10
-SEPARATORS = ("\t", "::", ";", ",", "|")
-SHELL = {"\t": "tab"}
+#: Digits of a time: rows that end with so many, and are equally long, are no sequences.
+TIME_DIGITS = 9
 #: Times that quantiles are estimated from.
 SAMPLE = 1 << 20
 
@@ -253,19 +253,31 @@ class _FirstLines:
     """The first lines of a file of sequences: refuse what looks like rows of a table."""
 
     def __init__(self, file: Path) -> None:
-        self._file, self._lines = file, []
+        self._file, self._lines, self._done = file, [], False
 
     def check(self, line: str | None) -> None:
         """Look at the next line, or at the end of the file."""
-        if line is not None and len(self._lines) < LOOKED_AT:
+        if self._done:
+            return
+        if line is not None:
             self._lines.append(line)
         if len(self._lines) == LOOKED_AT or (line is None and self._lines):
-            for separator in SEPARATORS:
-                counts = {text.count(separator) for text in self._lines}
-                if len(counts) == 1 and counts != {0}:
-                    option = SHELL.get(separator, repr(separator))
+            self._done = True
+            first, insist = quoted(self._lines[0]), "or --sequences if each line is a sequence"
+            if self._lines[0].lstrip().startswith(("[", "{")):
+                raise ValueError(
+                    f"{self._file}: looks like JSON, {first}; write an object per line to .jsonl, {insist}"
+                )
+            for separator in (*SEPARATORS, *" " * _ends_with_times(self._lines)):
+                if all(separator in text for text in self._lines):
                     raise ValueError(
-                        f"{self._file}: looks like a table, {quoted(self._lines[0])}; give --sep {option}, with "
-                        "--no-header if the first line is a row, or --sequences if each line is a sequence"
+                        f"{self._file}: looks like a table, {first}; give --sep {shell(separator)}, with "
+                        f"--no-header if the first line is a row, {insist}"
                     )
-            self._lines = [""] * (LOOKED_AT + 1)  # enough
+
+
+def _ends_with_times(lines: list[str]) -> bool:
+    """Whether lines are like ``user item 880606923``; the first may be a header."""
+    rows = [line.split() for line in lines]
+    times = all(row[-1].isdecimal() and len(row[-1]) >= TIME_DIGITS for row in rows[1:] or rows)
+    return times and {len(row) for row in rows} <= {3, 4, 5} and len({len(row) for row in rows}) == 1

@@ -20,6 +20,8 @@ LONGEST = 1 << 24
 #: The name that stands for the standard input.
 STANDARD_INPUT = Path("-")
 UTF_8 = "utf-8"
+#: What to do about a file in another encoding.
+NOT_UTF_8 = "not UTF-8 text; --encoding names another, such as latin-1"
 COMPRESSED = (".gz", ".xz", ".bz2")
 
 #: Told how many more bytes of a file on disk have been read: what a progress bar needs.
@@ -144,7 +146,7 @@ def decode_lines(path: Path, lines: Iterable[bytes], first: int = 1) -> Iterator
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError:
-            raise ValueError(f"{path}, line {number}: not UTF-8 text") from None
+            raise ValueError(f"{path}, line {number}: {NOT_UTF_8}") from None
         yield number, text.rstrip("\r\n")
 
 
@@ -163,7 +165,7 @@ def read_pieces(path: Path, advance: Advance = ignore, encoding: str = UTF_8) ->
                 text = rest + decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
                 line += error.object[: error.start].count(b"\n")
-                raise ValueError(f"{path}, line {line}: not UTF-8 text") from None
+                raise ValueError(f"{path}, line {line}: {NOT_UTF_8}") from None
             line += data.count(b"\n")
             piece, rest = _cut(text, final=not data)
             if piece:

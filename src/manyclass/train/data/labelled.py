@@ -287,7 +287,9 @@ def _whole(place: str, what: str, word: str) -> int:
     try:
         return int(word)
     except ValueError:
-        hint = "; a line without labels starts with a blank" if ":" in word else ""
+        hint = (
+            "; a line without labels starts with a blank" if ":" in word else "; texts have labels like __label__sport"
+        )
         raise ValueError(f"{place}: {what} {quoted(word)} is not a number{hint}") from None
 
 
