@@ -333,8 +333,9 @@ def test_equal_rows_and_rows_that_are_not_finite_can_be_divided(backend):
         assert torch.equal(order.sort().values, torch.arange(64))
 
 
-def test_a_new_tree_grows_beside_the_old_one(backend):
+def test_a_new_tree_grows_beside_the_old_one(backend, monkeypatch):
     """In small slices, in use only when complete, and then as good as one made at once."""
+    monkeypatch.setattr(blocks, "FASTEST", 4)
     sampler, weight = Blocks(N, D, block_size=4), weights()
     sampler.update(weight)
     old, moved = sampler.partition.order.clone(), weights(seed=9)

@@ -18,7 +18,7 @@ from ..sampled import SampledSoftmax
 from . import judges
 from .judges import EXAMPLES, SESSIONS, WORDS, Examples, Judge
 from .step import OWN, POOL, time_steps
-from .timing import write_csv
+from .timing import settle, write_csv
 
 # Negatives per example, own and shared together; the second is the default of the layer.
 TOTALS = (1024, OWN + POOL, 8192 + OWN)
@@ -137,6 +137,7 @@ def measure(judge: Judge, alternative: Alternative, full: float) -> Iterable[Row
             step()
         measured.append(_compare(judge, alternative, number))
     # Timing is last, since its steps change the sampler, and their number depends on the machine.
+    settle(alternative.sampler)
     for number, found in zip(alternative.num_samples, measured, strict=True):
         head.num_samples = number
         seconds = time_steps({alternative.name: step})[alternative.name]

@@ -11,7 +11,7 @@ from rich.table import Table
 from .. import optim
 from ..sampled import SampledSoftmax
 from .step import BATCH, time_steps
-from .timing import write_csv
+from .timing import settle, write_csv
 
 FEATURES = 64
 # Steps before the timing.
@@ -59,6 +59,7 @@ def run(out: Path, console: Console, num_classes: int) -> None:
 
         for _ in range(WARM_UP):
             step()
+        settle(head.sampler)
         steps[name] = step
         kept = [value for values in optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
         state[name] = sum(value.numel() for value in kept) / head.weight.numel()

@@ -14,9 +14,10 @@ from rich.table import Table
 from .. import fused
 from ..sampled import SampledSoftmax
 from ..samplers import Blocks, blocks
+from .timing import settle
 
-# Steps until the next tree grows by one slice per step, and steps that are profiled.
-WARM_UP, STEPS = 200, 32
+# Steps before, and steps that are profiled.
+WARM_UP, STEPS = 100, 32
 # Where each part of the forward pass is called.
 CALLS: dict[str, tuple[Any, str]] = {
     "refresh": (Blocks, "update"),
@@ -54,6 +55,7 @@ def profile(num_classes: int, in_features: int, batch: int, own: int, pool: int)
 
     for _ in range(WARM_UP):
         step()
+    settle(head.sampler)
     seconds.clear()
     with _timed_calls(seconds):
         for _ in range(STEPS):

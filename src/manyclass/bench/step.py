@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..budget import NUM_SAMPLES
 from ..sampled import SampledSoftmax
 from . import profiling, tensorflow_step
-from .timing import best_of, write_csv
+from .timing import best_of, settle, write_csv
 
 # Numbers of classes, by the size of the query.
 CLASSES = {64: (10_000, 100_000, 1_000_000, 8_000_000), 128: (100_000, 1_000_000)}
@@ -35,8 +35,8 @@ LOG_UNIFORM = f"log-uniform pool of {LOG_UNIFORM_POOL}"
 TENSORFLOW = f"TensorFlow, log-uniform pool of {LOG_UNIFORM_POOL}"
 # The adaptive softmax, the kernel tree and TensorFlow beyond it would not leave room for the others.
 LARGEST = 1_000_000
-# Steps of blocks before the timing: by then it follows recent queries, and its next tree grows by one slice per step.
-WARM_UP = 200
+# Steps of blocks before the timing: by then it follows recent queries.
+WARM_UP = 100
 # Consecutive steps in one timing, since steps of blocks differ; fewer if they take longer than this in seconds.
 CONSECUTIVE, LONGEST = 8, 0.4
 
@@ -131,6 +131,7 @@ def _steps(num_classes: int, in_features: int) -> tuple[dict[str, Callable[[], o
         step = training_step(head.parameters(), lambda q, head=head: head(q, target), query)
         for _ in range(WARM_UP if sampler == "blocks" else 1):  # the first step builds trees and blocks
             step()
+        settle(head.sampler)
         steps[name] = step
         held = sum(buffer.numel() * buffer.element_size() for buffer in head.sampler.buffers())
         memory[name] = held / (head.weight.numel() * head.weight.element_size())
