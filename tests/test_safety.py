@@ -27,6 +27,7 @@ TASKS = ("lm", "next-item", "classify")
 OTHERS = {"sharded": "lm", "tower": "next-item"}
 TOWER = ("--items", "items.csv", *(part for name in ("kind", "title:text") for part in ("--item-feature", name)))
 QUERIES = {"lm": "w1 w2", "next-item": "3 4", "classify": "1:1 20:2"}
+CLASSES = {"lm": "w1", "next-item": "3", "classify": "1"}
 FILES = {
     "lm": ("--text", write_text),
     "next-item": ("--interactions", write_sequences),
@@ -84,6 +85,9 @@ def uses(task, folder):
     yield ["export", "run", "--out", "export"]
     yield ["report", "run", "--out", "report.html"]
     yield [*options(task, folder), "--resume"]
+    yield ["similar", "run", CLASSES[task]]
+    if not (folder / "items.csv").exists():  # a tower takes no weights of another run
+        yield [*options(task, folder)[:-1], "other", "--init", "run"]
 
 
 def copied(runs, name, folder):
@@ -127,13 +131,15 @@ def test_no_file_of_a_run_can_execute_code(runs, name, tmp_path):
     """The attack stands in place of each file, and under names that torch's readers look for."""
     marker = tmp_path / "marker"
     task, files = copied(runs, name, tmp_path / "copy")
-    (checkpoint,) = (tmp_path / "copy" / "run").glob(f"{CHECKPOINT}*")
-    extra = [checkpoint / other for other in (".metadata", "state.pt", "model.pt", "__0_0.distcp")]
+    checkpoints = Run(tmp_path / "copy" / "run").checkpoints()
+    names = (".metadata", "state.pt", "model.pt", "__0_0.distcp")
+    extra = [checkpoint / other for checkpoint in checkpoints for other in names]
     for file in [*files, *extra]:
         before = file.read_bytes() if file in files else None
         for content in attacks(marker):
             file.write_bytes(content)
-            evaluate, _, _, report, resume = uses(task, tmp_path / "copy")  # predict and export load as evaluate does
+            # The others load as evaluate does.
+            evaluate, _, _, report, resume, *_ = uses(task, tmp_path / "copy")
             for command in (evaluate, resume, report)[: 3 if file.parent.name == "run" else 2]:
                 code, errors = call(*command, cwd=tmp_path / "copy")
                 assert not marker.exists(), file
