@@ -22,7 +22,8 @@ def use_huge_pages(*tensors: Tensor | None) -> None:
     for tensor in tensors:
         if _madvise is None or tensor is None or tensor.device.type != "cpu" or tensor.nbytes < SMALLEST:
             continue
-        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = (tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        storage = tensor.untyped_storage()
+        start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (storage.data_ptr() + storage.nbytes() - start) // mmap.PAGESIZE * mmap.PAGESIZE
         for advice in (HUGEPAGE, COLLAPSE):
             _madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice)
