@@ -38,8 +38,9 @@ def table(runs: Sequence[Run]) -> Table:
 
 def plot(runs: Sequence[Run], file: Path, caption: str = "") -> None:
     """Draw the held-out loss against steps and against training time, as a PNG."""
+    legend = _legend(runs)
     title = "\n".join(filter(None, (_title(runs), textwrap.fill(caption, 110))))
-    figure = curves.draw(title, _legend(runs), _panels(runs)[:2])
+    figure = curves.draw(title, legend, _panels(runs)[:2])
     with replacing(file) as temporary:
         figure.savefig(temporary, dpi=120, format="png")
 

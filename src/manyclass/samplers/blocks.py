@@ -21,9 +21,9 @@ from .search import Index, best_classes, own_draw
 # The first new tree begins after this many updates. Each later one begins when the updates have grown by a quarter,
 # since embeddings move most at the start.
 REBUILD = 10
-# A tree aims to be complete when the updates have grown by another quarter. It grows by at most this many slices per
-# update: early steps may take twice as long as later ones, but a tree of random weights must not stay.
-FASTEST = 32
+# A tree aims to be complete when the updates have grown by another quarter. It grows by at most FASTEST slices per update
+# in the first YOUNG updates, since a tree of random weights must not stay, and by at most LATER afterwards.
+FASTEST, YOUNG, LATER = 32, 1000, 4
 
 
 class Blocks(Counters, Incremental):
@@ -125,7 +125,8 @@ class Blocks(Counters, Incremental):
 
     def _grow_some(self) -> None:
         slices = self.growing.slices
-        self._grow(min(FASTEST, math.ceil(4 * slices / self.updates), slices - self.growing.grown))
+        fastest = FASTEST if self.updates <= YOUNG else LATER
+        self._grow(min(fastest, math.ceil(4 * slices / self.updates), slices - self.growing.grown))
         if self.growing.grown == slices:
             self._swap()
 
