@@ -21,8 +21,8 @@ from .search import Index, best_classes, own_draw
 # The first new tree begins after this many updates. Each later one begins when the updates have grown by a quarter,
 # since embeddings move most at the start.
 REBUILD = 10
-# A tree aims to be complete when the updates have grown by another quarter. It grows by at most FASTEST slices per update
-# in the first YOUNG updates, since a tree of random weights must not stay, and by at most LATER afterwards.
+# A tree aims to be complete when the updates have grown by another quarter. It grows by at most FASTEST slices per
+# update in the first YOUNG updates, since a tree of random weights must not stay, and by at most LATER afterwards.
 FASTEST, YOUNG, LATER = 32, 1000, 4
 
 
