@@ -30,7 +30,7 @@ def synth(
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=6, help="Training steps of each run.")] = 120,
+    steps: Annotated[int, typer.Option(min=6, help="Training steps of each run.")] = 100,
     out: Out = Path("out"),
     seed: Seed = 0,
     threads: Threads = None,
