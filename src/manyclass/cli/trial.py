@@ -30,12 +30,12 @@ def synth(
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=6, help="Training steps of each run.")] = 100,
+    steps: Annotated[int, typer.Option(min=6, help="Training steps of each run.")] = 120,
     out: Out = Path("out"),
     seed: Seed = 0,
     threads: Threads = None,
 ) -> None:
-    """Train a word model and a recommender with all classes, a uniform pool and blocks. Under 3 minutes."""
+    """Train a word model and a recommender with all classes, a uniform pool and blocks. About 3 minutes."""
     from . import demo
 
     demo.run(steps, out, seed, start(out, threads))
