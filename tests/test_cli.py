@@ -247,7 +247,7 @@ def test_tensorflow_learns():
 
 @pytest.mark.parametrize("stalls_at_the_swap", [False, True])
 def test_bench_stalls(tmp_path, monkeypatch, stalls_at_the_swap):
-    monkeypatch.setattr(blocks, "FASTEST", 1)  # as with millions of classes
+    monkeypatch.setattr(blocks, "FASTEST", 1)  # so that timed steps meet every slice
     swap = samplers.Blocks._swap
 
     def slow_swap(sampler: samplers.Blocks) -> None:

@@ -124,7 +124,7 @@ def _train(
     examples = Examples(num_classes, in_features, seed)
     head = SampledSoftmax(in_features, num_classes, "blocks")
     optimizer = torch.optim.Adagrad(head.parameters(), lr=LEARNING_RATE)
-    # A new tree takes a slice per step. This many steps replace the first tree, which was built from random weights.
+    # A new tree grows by a slice per step or more, so the first one, built from random weights, is replaced.
     steps = STEPS + head.sampler.partition.slices  # pyright: ignore
     started = time.perf_counter()
     for _ in progress.track(range(steps), description=f"training, {num_classes:,} classes"):
