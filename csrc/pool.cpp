@@ -5,6 +5,7 @@
 #include <atomic>
 #include <tuple>
 
+#include "codes.h"
 #include "index.h"
 
 namespace {
@@ -31,6 +32,9 @@ void sum_up_(const Tensor& sums, const Tensor& leaves) {
   }
 }
 
+// The blocks that a draw looks through one by one: their sums fill a cache line.
+constexpr int64_t kNeighbours = 8;
+
 // -> positions (samples,), ascending, and the log of the expected count of each (samples,)
 std::tuple<Tensor, Tensor> pool_draw(const Tensor& sums, const Tensor& uniform, int64_t classes, int64_t outliers,
                                      int64_t samples, double share) {
@@ -53,14 +57,14 @@ std::tuple<Tensor, Tensor> pool_draw(const Tensor& sums, const Tensor& uniform, 
   const double offset = *uniform.const_data_ptr<double>();
   std::atomic<bool> sound{std::isfinite(data[1]) && data[1] >= 0};  // exceptions must not leave a thread
   torch::stable::parallel_for(0, samples, 256, [&](int64_t begin, int64_t end) {
-    // Points ascend, so most of a path equals that of the previous point, and the share of each left child is kept.
+    // Points ascend, so most of a path equals that of the previous point, and the share of each left child is kept. The last
+    // few levels would be read from memory one after the other; their blocks are neighbours and are read at once.
     std::vector<int64_t> path(64, 0);
     std::vector<double> lefts(64, 0.0);
-    double total = 0;
     for (int64_t k = begin; k < end; ++k) {
       double point = (offset + static_cast<double>(k)) / static_cast<double>(samples);
       int64_t first = 0, width = blocks, node = 1;  // blocks below the node
-      for (int64_t level = 0; node < blocks; ++level) {
+      for (int64_t level = 0; width > kNeighbours; ++level) {
         width /= 2;
         if (path[level] != node) {
           path[level] = node, lefts[level] = pool_share(layout, data, 2 * node, first, width, share);
@@ -70,8 +74,13 @@ std::tuple<Tensor, Tensor> pool_draw(const Tensor& sums, const Tensor& uniform, 
         if (right) point -= left, first += width;
         node = 2 * node + right;
       }
-      if (path.back() != node) path.back() = node, total = pool_share(layout, data, node, first, 1, share);
-      const int64_t begin_of = layout.border(first), size = layout.size(first);
+      int64_t block = first;
+      double total = pool_share(layout, data, blocks + block, block, 1, share);
+      while (block + 1 < first + width && point >= total) {
+        point -= total, ++block;
+        total = pool_share(layout, data, blocks + block, block, 1, share);
+      }
+      const int64_t begin_of = layout.border(block), size = layout.size(block);
       if (!(total > 0 && total < INFINITY)) {
         sound = false;
         return;
@@ -92,15 +101,73 @@ std::tuple<Tensor, Tensor> pool_draw(const Tensor& sums, const Tensor& uniform, 
   return {positions, log_count};
 }
 
+// The root mean square over queries of exp(min(mass, cutoff) − log_total), which is at most 1, for the nodes `nodes` of the
+// tree: what share of each query's mass they hold. 0 where a mass is not finite.
+// query: (queries, columns)   cutoff, log_total: (queries,)   size: members of a node   -> (nodes,)
+Tensor node_shares(const Tensor& query, const Tensor& cutoff, const Tensor& log_total, const Tensor& mean,
+                   const Tensor& mean_scale, const Tensor& spread, const Tensor& nodes, double size, bool absolute) {
+  const char* op = "node_shares";
+  check(query, ScalarType::Float, 2, op, "query");
+  check(cutoff, ScalarType::Float, 1, op, "cutoff");
+  check(log_total, ScalarType::Float, 1, op, "log_total");
+  check(mean, ScalarType::Char, 2, op, "mean");
+  check(mean_scale, ScalarType::Float, 1, op, "mean_scale");
+  check(spread, ScalarType::Float, 1, op, "spread");
+  check(nodes, ScalarType::Long, 1, op, "nodes");
+  const int64_t queries = query.size(0), columns = query.size(1), stride = code_stride(columns), number = nodes.numel();
+  require(queries > 0 && columns > 0, op, ": query must have a row and a column");
+  require(cutoff.numel() == queries && log_total.numel() == queries, op, ": cutoff and log_total must be (queries,)");
+  require(mean.size(1) == stride && mean_scale.numel() == mean.size(0) && spread.numel() == mean.size(0), op,
+          ": mean must have ", stride, " columns, and one mean_scale and spread per row");
+  check_ids(nodes, 0, mean.size(0), op, "nodes");
+  check_range(size, 1.0, static_cast<double>(kMostClasses), op, "size");
+  Tensor shares = torch::stable::new_empty(query, {number});
+  const auto *query_data = query.const_data_ptr<float>(), *cutoff_data = cutoff.const_data_ptr<float>();
+  const auto *total_data = log_total.const_data_ptr<float>(), *scale_data = mean_scale.const_data_ptr<float>();
+  const auto *spread_data = spread.const_data_ptr<float>();
+  const auto* mean_data = mean.const_data_ptr<int8_t>();
+  const auto* node_data = nodes.const_data_ptr<int64_t>();
+  auto* share_data = shares.mutable_data_ptr<float>();
+  const auto log_size = static_cast<float>(std::log(size));
+  torch::stable::parallel_for(0, number, 64, [&](int64_t begin, int64_t end) {
+    const int64_t count = end - begin;
+    const std::vector<int32_t> ids(node_data + begin, node_data + end);
+    std::vector<int16_t> codes(stride);
+    std::vector<int32_t> sums(count);
+    std::vector<float> scales(count), spreads(count), of_query(count), masses_of(count), total(count, 0.0f);
+    for (int64_t i = 0; i < count; ++i) scales[i] = scale_data[ids[i]], spreads[i] = spread_data[ids[i]];
+    for (int64_t row = 0; row < queries; ++row) {
+      const float* one = query_data + row * columns;
+      float norm = 0;
+      dots(one, one, 1, columns, &norm);
+      const float scale = encode_query(one, columns, codes.data());
+      code_dots_at(codes.data(), mean_data, ids.data(), count, stride, sums.data());
+      scale_sums(sums.data(), scales.data(), scale, count, masses_of.data());
+      of_query = spreads;
+      masses(masses_of.data(), of_query.data(), count, norm, log_size, absolute);
+      add_squared_shares(masses_of.data(), count, cutoff_data[row], total_data[row], total.data());
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const float share = std::sqrt(total[i] / static_cast<float>(queries));
+      share_data[begin + i] = std::isfinite(share) ? share : 0.0f;
+    }
+  });
+  return shares;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(manyclass, library) {
+  library.def(
+      "node_shares(Tensor query, Tensor cutoff, Tensor log_total, Tensor mean, Tensor mean_scale, Tensor spread, "
+      "Tensor nodes, float size, bool absolute) -> Tensor");
   library.def("sum_up_(Tensor(a!) sums, Tensor leaves) -> ()");
   library.def(
       "pool_draw(Tensor sums, Tensor uniform, int classes, int outliers, int samples, float share) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(manyclass, CPU, library) {
+  library.impl("node_shares", TORCH_BOX(&node_shares));
   library.impl("sum_up_", TORCH_BOX(&sum_up_));
   library.impl("pool_draw", TORCH_BOX(&pool_draw));
 }

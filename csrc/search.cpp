@@ -29,6 +29,11 @@ struct LogSum {
   float value() const { return static_cast<float>(sum > 0 ? largest + std::log(sum) : -INFINITY); }
 };
 
+// A search of one kTrial-th of the width tells whether an example needs own negatives. It needs none if the classes of all
+// visited blocks have at most kFlat of the variance of a draw with the pool alone.
+constexpr int64_t kTrial = 4;
+constexpr double kFlat = 0.2;
+
 // A search for k classes scores the best 2·k + kRescored candidates by code exactly.
 constexpr int64_t kRescored = 64;
 
@@ -91,12 +96,12 @@ struct Index {
 // The search of one example.
 struct Visit {
   const Index& index;
-  int64_t width;                        // blocks that are visited
   std::vector<int16_t> codes;           // the query
   float scale = 0;
   std::vector<int32_t> beam, next;      // nodes that are followed, of this level and of the next
   std::vector<int32_t> nodes, sums, places;
   std::vector<float> scores, spreads;
+  std::vector<float> masses_of;         // estimated log-masses of the nodes in `beam`
   std::vector<int32_t> ids;             // classes: the outliers, then the members of the visited blocks
   std::vector<float> outputs;           // of outliers exact, of the others by their codes
   std::vector<int64_t> starts, begins;  // where the members of each visited block begin, in `ids` and in the order of all
@@ -104,8 +109,8 @@ struct Visit {
   float cutoff = 0;                     // smallest estimated log-mass of a visited block
   bool finite = true;
 
-  Visit(const Index& index_, int64_t width_)
-      : index(index_), width(width_), codes(index_.stride), ids(index_.order, index_.order + index_.layout.outliers) {}
+  explicit Visit(const Index& index_)
+      : index(index_), codes(index_.stride), ids(index_.order, index_.order + index_.layout.outliers) {}
 
   // Estimated log-masses of all nodes of a level, or of the children of the beam.
   void score(float norm, const Level& level, bool top) {
@@ -128,23 +133,25 @@ struct Visit {
     finite &= masses(scores.data(), spreads.data(), count, norm, level.log_size, index.absolute) == 0;
   }
 
-  // Keeps the best `width` of the scored nodes in `beam`; the others are pruned.
-  void keep_best(const Level& level) {
+  // Keeps the best of the scored nodes in `beam`; the others are pruned.
+  void keep_best(const Level& level, int64_t width) {
     const auto total = static_cast<int64_t>(scores.size());
     const int64_t kept = std::min(beam_width(index.layout, level, width), total);
     cutoff = kth_largest(scores.data(), total, kept);
     places.resize(total);
     select_best(scores.data(), total, cutoff, kept, places.data());
-    next.resize(kept);
+    next.resize(kept), masses_of.resize(kept);
     for (int64_t i = 0; i < kept; ++i) {
       next[i] = static_cast<int32_t>(nodes[places[i]] - level.first);
+      masses_of[i] = scores[places[i]];
       scores[places[i]] = -INFINITY;
     }
     beam.swap(next);
     if (kept < total) pruned.add(scores.data(), total);
   }
 
-  void run(const float* query) {
+  // Finds the best `width` blocks.
+  void find(const float* query, int64_t width) {
     pruned = LogSum();
     float norm = 0;
     dots(query, query, 1, index.columns, &norm);
@@ -152,13 +159,43 @@ struct Visit {
     finite = std::isfinite(norm) && scale == scale;
     for (size_t level = 0; finite && level < index.levels.size(); ++level) {
       score(norm, index.levels[level], level == 0);
-      if (finite) keep_best(index.levels[level]);  // scores that are not finite have no best
+      if (finite) keep_best(index.levels[level], width);  // scores that are not finite have no best
     }
-    if (finite) score_classes(query);
   }
 
+  // Whether own negatives would hardly help. `rate(block, size)` is the expected count of a block's classes in a pool of
+  // `samples`, which reads `leaves[block]`. The best blocks have most of the variance e²·(1/π − 1), so the others are taken to have as much each. All that
+  // was pruned, of mass P, has at least about P² · (1/samples − 1/classes), by the inequality of Cauchy and Schwarz.
+  template <typename Rate>
+  bool flat(const float* query, int64_t width, int64_t exclude, int64_t samples, const double* leaves, const Rate& rate) {
+    find(query, (width + kTrial - 1) / kTrial);
+    for (const int32_t block : beam) __builtin_prefetch(leaves + block);
+    score_classes(query);
+    if (!finite || pruned.sum == 0) return false;
+    leave_out(ids.data(), static_cast<int64_t>(ids.size()), exclude, outputs.data());
+    const auto inside = static_cast<double>(index.layout.classes - index.layout.outliers);
+    const double odds = std::max(0.0, 1 / static_cast<double>(samples) - 1 / inside);
+    const double most = kFlat / kTrial * odds * pruned.sum * pruned.sum;
+    double variance = 0;
+    for (size_t i = 0; i < beam.size() && variance <= most; ++i) {
+      double squares = 0;
+      for (int64_t j = starts[i]; j < starts[i + 1]; ++j) squares += std::exp(2 * (outputs[j] - pruned.largest));
+      variance += squares * (1 / rate(beam[i], starts[i + 1] - starts[i]) - 1);
+    }
+    return variance <= most;
+  }
+
+  // Visits no block after all: the pool accounts for all classes but the outliers.
+  void leave_blocks() {
+    pruned.add(masses_of.data(), static_cast<int64_t>(beam.size()));
+    beam.clear(), begins.clear(), starts.clear();
+    ids.resize(index.layout.outliers), outputs.resize(index.layout.outliers);
+  }
+
+  // Scores the outliers and the members of the blocks. Children of ascending nodes are ascending, so the blocks are in the
+  // order of the classes.
   void score_classes(const float* query) {
-    // Children of ascending nodes are ascending, so the blocks are in the order of the classes.
+    if (!finite) return;
     const Layout& layout = index.layout;
     const int64_t outliers = layout.outliers;
     begins.clear(), starts.clear();
@@ -232,21 +269,30 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> own_draw(
     slots_from[at] = std::min(slots_from[at], slots_from[at + 1]);
   }
 
+  const auto rate = [&](int64_t block, int64_t size) {
+    return std::min(1.0, pool_count(index.layout, sum_data, block, size, samples, share));
+  };
   torch::stable::parallel_for(0, batch, 4, [&](int64_t begin, int64_t end) {
-    Visit visit(index, width);
+    Visit visit(index);
     std::vector<float> chance, of_pool;
     for (int64_t row = begin; row < end; ++row) {
-      visit.run(query_data + row * columns);
+      const float* query_row = query_data + row * columns;
       std::fill(id_data + row * number, id_data + (row + 1) * number, 0);
       std::fill(count_data + row * number, count_data + (row + 1) * number, INFINITY);
       total_data[row] = NAN;
+      if (visit.flat(query_row, width, exclude_data[row], samples, sum_data + blocks, rate)) {
+        visit.leave_blocks();
+      } else {
+        visit.find(query_row, width);
+        visit.score_classes(query_row);
+      }
       if (!visit.finite) continue;
+      for (const int32_t block : visit.beam) __builtin_prefetch(sum_data + blocks + block);
       const auto count = static_cast<int64_t>(visit.ids.size());
       of_pool.assign(count, samples >= index.layout.classes ? 1.0f : 0.0f);  // those of the outliers
       for (size_t i = 0; i < visit.beam.size(); ++i) {
         const int64_t first = visit.starts[i], last = visit.starts[i + 1];
-        const double rate = pool_count(index.layout, sum_data, visit.beam[i], last - first, samples, share);
-        std::fill(of_pool.begin() + first, of_pool.begin() + last, static_cast<float>(std::min(1.0, rate)));
+        std::fill(of_pool.begin() + first, of_pool.begin() + last, static_cast<float>(rate(visit.beam[i], last - first)));
       }
       leave_out(visit.ids.data(), count, exclude_data[row], visit.outputs.data());
       const float largest = manyclass::largest(visit.outputs.data(), count);
@@ -316,10 +362,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> best_classes(const Tensor& query, con
   auto* cutoff_data = cutoff.mutable_data_ptr<float>();
   auto* id_data = ids.mutable_data_ptr<int64_t>();
   torch::stable::parallel_for(0, batch, 4, [&](int64_t begin, int64_t end) {
-    Visit visit(index, width);
+    Visit visit(index);
     std::vector<int32_t> place;
     for (int64_t row = begin; row < end; ++row) {
-      visit.run(query_data + row * columns);
+      visit.find(query_data + row * columns, width);
+      visit.score_classes(query_data + row * columns);
       cutoff_data[row] = visit.cutoff;
       total_data[row] = NAN;
       if (!visit.finite) {

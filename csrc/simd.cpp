@@ -366,4 +366,15 @@ MANYCLASS_SIMD void update_row(const RowUpdate& update, const float* missed, int
   for (int64_t i = 0; i < size; ++i) weight[i] = scale * weight[i] - factor * step[i];
 }
 
+MANYCLASS_SIMD void add_squared_shares(float* values, int64_t count, float cutoff, float total, float* sums) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) {
+    const float part = 2 * ((values[i] > cutoff ? cutoff : values[i]) - total);
+    values[i] = part > 0.0f ? 0.0f : part;
+  }
+  exp_sum(values, count, 0.0f);
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) sums[i] += values[i];
+}
+
 }  // namespace manyclass

@@ -94,4 +94,7 @@ void update_row(const RowUpdate& update, const float* missed, int64_t size, cons
 // values[i] = exp(values[i] − shift) for values that are at most `shift`, −∞ among them; returns their sum.
 float exp_sum(float* values, int64_t count, float shift);
 
+// sums[i] += exp(2·(min(values[i], cutoff) − total)), at most 1 each. `values` is overwritten.
+void add_squared_shares(float* values, int64_t count, float cutoff, float total, float* sums);
+
 }  // namespace manyclass

@@ -236,6 +236,26 @@ def best_classes(rng: random.Random) -> tuple[Arguments, Truth]:
     return arguments, truth
 
 
+def node_shares(rng: random.Random) -> tuple[Arguments, Truth]:
+    index, query, tables, _ = searched(rng)
+    query = torch.cat([query, torch.randn(1, query.shape[1])])
+    cutoff = torch.randn(len(query))
+    arguments = {"query": query, "cutoff": cutoff, "log_total": cutoff + torch.randn(len(query)) + 2}
+    arguments |= {name: tables[name] for name in ("mean", "mean_scale", "spread")}
+    nodes = torch.randint(len(tables["mean"]), (rng.randint(0, 200),))
+    arguments |= {"nodes": nodes, "size": rng.uniform(1, 9), "absolute": index.prediction == "absolute"}
+
+    def truth(results: tuple[Tensor, ...], after: Arguments) -> None:
+        norm = query.square().sum(dim=-1, keepdim=True)
+        variance = norm * tables["spread"][nodes]
+        mass = partition.log_mass(query @ index.partition.mean.read(nodes).T, variance, after["size"], index.prediction)
+        share = (mass.minimum(cutoff[:, None]) - after["log_total"][:, None]).clamp(max=0).exp()
+        expected = share.square().mean(dim=0).sqrt().nan_to_num(0.0)
+        assert_close(results[0], expected, rtol=1e-2, atol=1e-4)
+
+    return arguments, truth
+
+
 def own_draw(rng: random.Random) -> tuple[Arguments, Truth]:
     index, query, tables, sizes = searched(rng)
     layout, batch = index.partition, len(query)
@@ -458,7 +478,7 @@ def update_rows_(rng: random.Random) -> tuple[Arguments, Truth]:
 MAKERS = {
     make.__name__: make
     for make in (
-        alias_draw, best_classes, bisect, encode_, own_draw, pool_draw, row_gradients, sampled_loss_, sum_up_,
+        alias_draw, best_classes, bisect, encode_, node_shares, own_draw, pool_draw, row_gradients, sampled_loss_, sum_up_,
         summarise_, tree_draw, tree_refresh_, update_rows_,
     )
 }  # fmt: skip

@@ -24,6 +24,10 @@ DTYPES = {
     "encode_": {
         "code": (I8, 2), "code_scale": (F32, 1), "weight": (F32, 2), "bias": (F32, 1), "classes": (I64, 1),
     },
+    "node_shares": {
+        "query": (F32, 2), "cutoff": (F32, 1), "log_total": (F32, 1), "mean": (I8, 2), "mean_scale": (F32, 1),
+        "spread": (F32, 1), "nodes": (I64, 1),
+    },
     "own_draw": {
         "query": (F32, 2), "exclude": (I64, 1), "uniform": (F64, 1), **TABLES, "sums": (F64, 1), "pool": (I64, 1),
     },
@@ -159,6 +163,17 @@ def summarise_(mean, mean_scale, spread, code, code_scale, weight, bias, order, 
     return True if inside(order, 0, len(weight)) else None  # only the blocks that are summarised are looked at
 
 
+def node_shares(query, cutoff, log_total, mean, mean_scale, spread, nodes, size, absolute):
+    return (
+        len(query) == len(cutoff) == len(log_total) > 0
+        and query.shape[1] > 0
+        and mean.shape[1] == -(-query.shape[1] // 32) * 32
+        and len(mean) == len(mean_scale) == len(spread)
+        and inside(nodes, 0, len(mean))
+        and 1 <= size <= MOST
+    )
+
+
 def own_draw(
     query, exclude, uniform, mean, mean_scale, spread, code, code_scale, weight, bias, order, sums, pool, outliers,
     blocks, top, width, number, share, absolute,
@@ -278,7 +293,7 @@ def update_rows_(weight, first, second, rows, grad, missed, gain1, gain2, rate, 
 RULES = {
     rule.__name__: rule
     for rule in (
-        alias_draw, best_classes, bisect, encode_, own_draw, pool_draw, row_gradients, sampled_loss_, sum_up_,
+        alias_draw, best_classes, bisect, encode_, node_shares, own_draw, pool_draw, row_gradients, sampled_loss_, sum_up_,
         summarise_, tree_draw, tree_refresh_, update_rows_,
     )
 }  # fmt: skip

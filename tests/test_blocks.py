@@ -98,6 +98,34 @@ def test_expected_counts_are_exact(samples, prediction, offsets, backend):
     check_counts(sampler, query, target, samples, 1500 if backend == "native" else 300, bias=bias)
 
 
+def own_inside(sampler, query, samples):
+    """Whether each example draws classes of blocks, not only outliers."""
+    draw = sampler.draw(query, samples)
+    outliers = sampler.partition.order[: sampler.partition.outliers]
+    return ((draw.log_count < math.inf) & ~torch.isin(draw.ids, outliers)).any(-1)
+
+
+def test_a_flat_softmax_needs_no_own_negatives(backend):
+    """Its own negatives are outliers, which no pool has; the counts are exact beside other examples."""
+    sampler, (query, target) = trained(), batch(3)
+    query *= torch.tensor([[0.01], [3.0], [0.0]])
+    assert own_inside(sampler, query, 40).tolist() == [False, True, False]
+    check_counts(sampler, query, target, 40, 1500 if backend == "native" else 300)
+
+
+def test_one_large_class_in_a_flat_softmax_is_drawn(backend, monkeypatch):
+    """Its block is among those that are tried, although the other members are small. A target does not count."""
+    monkeypatch.setattr(partition, "OUTLIERS", 0)
+    sampler, weight = Blocks(N, D, own=6, probe=5, block_size=4), 0.01 * weights()
+    weight[7, 0] = 3.0
+    sampler.update(weight)
+    query = torch.tensor([[2.5, 0.0, 0.0, 0.0]])
+    for exclude, expected in [(None, True), (torch.tensor([7]), False)]:
+        draw = sampler.draw(query, 40, exclude=exclude)
+        own = draw.ids[draw.log_count < math.inf].tolist()
+        assert (7 in own) == bool(own) == expected
+
+
 def test_own_draws_hardly_vary_in_the_visited_mass(backend):
     """Over all visited classes that an example draws for itself, the corrected sum varies by the rounding of codes."""
     sampler, (query, _) = trained(own=6, probe=8), batch(3)
@@ -253,7 +281,7 @@ def test_searches_are_the_same_on_both_backends(prediction, offsets, monkeypatch
 def test_log_mass_is_that_of_gaussians_or_of_their_largest():
     """A moderate spread adds σ²/2; a huge one cannot make N classes heavier than the largest of them."""
     mean, variance = torch.tensor([0.3, 0.3]), torch.tensor([1.0, 100.0])
-    found = search.log_mass(mean, variance, 8.0, "softmax")
+    found = partition.log_mass(mean, variance, 8.0, "softmax")
     torch.testing.assert_close(found[0], torch.tensor(math.log(8) + 0.3 + 0.5))
     torch.testing.assert_close(found[1], torch.tensor(0.3 + 10 * math.sqrt(2 * math.log(8))))
     assert found[1] < math.log(8) + 0.3 + 50

@@ -99,6 +99,10 @@ if _NATIVE:
     def _(code, code_scale, weight, bias, classes):
         return None
 
+    @torch.library.register_fake("manyclass::node_shares")
+    def _(query, cutoff, log_total, mean, mean_scale, spread, nodes, size, absolute):
+        return query.new_empty(len(nodes))
+
     @torch.library.register_fake("manyclass::own_draw")
     def _(query, exclude, uniform, mean, mean_scale, spread, code, code_scale, weight, bias, order, sums, pool, *sizes):
         slots = (len(query), sizes[4])

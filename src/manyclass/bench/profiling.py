@@ -1,5 +1,6 @@
 """Profile of a training step of blocks."""
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from unittest.mock import patch
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from .. import fused
 from ..sampled import SampledSoftmax
@@ -26,6 +28,8 @@ CALLS: dict[str, tuple[Any, str]] = {
     "observe": (Blocks, "observe"),
     "loss forward": (fused, "sampled_loss"),
 }
+# Classes in a cluster.
+MEMBERS = 1000
 REST = "rest of the forward pass"
 
 
@@ -36,12 +40,27 @@ class Part(NamedTuple):
     milliseconds: float
 
 
+@torch.no_grad()
+def cluster(head: SampledSoftmax, target: Tensor) -> Tensor:
+    """Put the classes into clusters, as after a training, and return a query near each ``target``'s cluster.
+
+    A query gives nearly all of its probability to the classes of that cluster.
+    """
+    clusters = math.ceil(head.num_classes / MEMBERS)
+    centre = torch.randn(clusters, head.in_features)
+    for first in range(0, head.num_classes, clusters):
+        rows = head.weight[first : first + clusters]
+        rows.copy_(centre[: len(rows)] + 0.5 * torch.randn(rows.shape))
+    return 0.2 * (centre[target % clusters] + 0.5 * torch.randn(len(target), head.in_features))
+
+
 def profile(num_classes: int, in_features: int, batch: int, own: int, pool: int) -> list[Part]:
-    """Time the parts of some training steps with random queries; the last part is the whole step."""
+    """Time the parts of some training steps with clustered classes; the last part is the whole step."""
     torch.manual_seed(0)
     head = SampledSoftmax(in_features, num_classes, "blocks", pool, own=own)
     optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
-    query, target = torch.randn(batch, in_features), torch.randint(num_classes, (batch,))
+    target = torch.randint(num_classes, (batch,))
+    query = cluster(head, target)
     seconds: dict[str, float] = defaultdict(float)
 
     def step() -> None:

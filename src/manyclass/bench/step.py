@@ -1,6 +1,7 @@
 """Whole training steps of every output layer, as the classes grow."""
 
 import gc
+import itertools
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -29,6 +30,8 @@ OWN, POOL = 32, NUM_SAMPLES["batch"]
 EACH = NUM_SAMPLES["example"]
 LOG_UNIFORM_POOL = 4096
 FULL, BLOCKS = "full softmax", f"blocks, {OWN} own + pool of {POOL}"
+# The same with classes in clusters, as after a training: here each example needs own negatives.
+CLUSTERED = f"{BLOCKS}, clustered classes"
 EQUAL_NEGATIVES = f"uniform pool of {OWN + POOL}"
 EQUAL_ROWS = f"uniform pool of {OWN * BATCH + POOL}"
 LOG_UNIFORM = f"log-uniform pool of {LOG_UNIFORM_POOL}"
@@ -97,7 +100,7 @@ def run(out: Path, console: Console) -> None:
     write_csv(out / "step.csv", Row._fields, rows)
     write_csv(out / "profile.csv", profiling.Part._fields, profile)
     _print(rows, console)
-    profiling.show(profile, f"A step of blocks: {GROWTH[0]:,} classes, d = {next(iter(CLASSES))}", console)
+    profiling.show(profile, f"A step of blocks: {GROWTH[0]:,} clustered classes, d = {next(iter(CLASSES))}", console)
     _plot(rows, out / "step.png")
     for line in [
         *_ratios(rows),
@@ -124,11 +127,14 @@ def _steps(num_classes: int, in_features: int) -> tuple[dict[str, Callable[[], o
         steps["adaptive softmax"] = training_step(adaptive.parameters(), lambda q: adaptive(q, target).loss, query)
     memory, table = {}, None
     for name, (sampler, number, options) in _samplers(num_classes).items():
+        of_head = query
         # Static samplers read no class weights, so their layers can share a table.
         shared = {} if sampler in ("blocks", "quadratic") else {"embedding": table}
         head = SampledSoftmax(in_features, num_classes, sampler, number, **shared, **options)
         table = head.embedding if shared else table
-        step = training_step(head.parameters(), lambda q, head=head: head(q, target), query)
+        if name == CLUSTERED:
+            of_head = profiling.cluster(head, target)
+        step = training_step(head.parameters(), lambda q, head=head: head(q, target), of_head)
         for _ in range(WARM_UP if sampler == "blocks" else 1):  # the first step builds trees and blocks
             step()
         settle(head.sampler)
@@ -153,6 +159,7 @@ def _samplers(num_classes: int) -> dict[str, tuple[str, int, dict[str, Any]]]:
         EQUAL_ROWS: ("uniform", OWN * BATCH + POOL, pool),
         LOG_UNIFORM: ("log_uniform", LOG_UNIFORM_POOL, pool),
         BLOCKS: ("blocks", POOL, {"own": OWN}),
+        CLUSTERED: ("blocks", POOL, {"own": OWN}),
     }
     if num_classes > LARGEST:
         del found["quadratic"]
@@ -163,17 +170,17 @@ def _ratios(rows: list[Row]) -> list[str]:
     """Compare blocks with themselves at more classes, and with pools of as many negatives or rows."""
     seconds = {(row.in_features, row.num_classes, row.layer): row.seconds for row in rows}
     lines = []
-    for d, sizes in CLASSES.items():
-        first, last = (seconds.get((d, n, BLOCKS)) for n in GROWTH)
+    for (d, sizes), (name, blocks) in itertools.product(CLASSES.items(), {"": BLOCKS, " clustered": CLUSTERED}.items()):
+        first, last = (seconds.get((d, n, blocks)) for n in GROWTH)
         if first and last:
-            times = f"{GROWTH[1] / GROWTH[0]:g} times the classes, {GROWTH[0]:,} to {GROWTH[1]:,}"
+            times = f"{GROWTH[1] / GROWTH[0]:g} times the{name} classes, {GROWTH[0]:,} to {GROWTH[1]:,}"
             lines.append(f"blocks, d = {d}: {times}, take {last / first:.2f} times as long")
         for n in sizes:
             others = [
                 layer for layer in (EQUAL_NEGATIVES, EQUAL_ROWS, LOG_UNIFORM, TENSORFLOW) if (d, n, layer) in seconds
             ]
-            ratios = ", ".join(f"{seconds[d, n, BLOCKS] / seconds[d, n, layer]:.2f} ({layer})" for layer in others)
-            lines.append(f"blocks / other pools, d = {d}, {n:,} classes: {ratios}")
+            ratios = ", ".join(f"{seconds[d, n, blocks] / seconds[d, n, layer]:.2f} ({layer})" for layer in others)
+            lines.append(f"blocks / other pools, d = {d}, {n:,}{name} classes: {ratios}")
     if not tensorflow_step.available():
         lines.append("TensorFlow was left out, since it is not installed: pip install tensorflow-cpu")
     return lines

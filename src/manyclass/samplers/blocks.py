@@ -14,7 +14,7 @@ from .description import options as declared
 from .draw import Best, Draw, Part, either_hidden
 from .line import Line
 from .partition import Partition
-from .pool import pool_draw
+from .pool import pool_draw, pool_slots
 from .recent import NEW, Recent
 from .search import Index, best_classes, own_draw
 
@@ -179,8 +179,9 @@ class Blocks(Counters, Incremental):
         extended = self._extended(query, self.recent.query)
         width = min(self.probe, self.partition.blocks)
         own = own_draw(self._index(), extended, exclude, uniform[1:], position, width, self.own)
-        shared = Draw.shared(pool, pool_log_count.to(dtype), shape, exclude)
-        hidden = own.hidden if exclude is None else either_hidden(own.hidden, shared.hidden)
+        shared, hidden = Draw.shared(pool, pool_log_count.to(dtype), shape, None), own.hidden
+        if exclude is not None:
+            hidden = either_hidden(hidden, pool_slots(self.partition, position, pool, exclude))
         own_shape = (*shape, self.own)
         return shared._replace(
             ids=own.ids.reshape(own_shape), log_count=own.log_count.to(dtype).reshape(own_shape), hidden=hidden

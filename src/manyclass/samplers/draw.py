@@ -61,10 +61,16 @@ def same_class(pool: Tensor, classes: Tensor) -> Tensor:
     ordered, slot = pool.sort()
     classes = classes.contiguous()
     first, last = (torch.searchsorted(ordered, classes, right=right) for right in (False, True))
+    example, place = ranges(first, last)
+    return torch.stack([example, slot[place]])
+
+
+def ranges(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Write ranges, each from ``first (batch,)`` to before ``last``, as pairs of an example and a number."""
     count = last - first
-    example = torch.arange(len(classes), device=pool.device).repeat_interleave(count)
-    within = torch.arange(len(example), device=pool.device) - (count.cumsum(0) - count)[example]
-    return torch.stack([example, slot[first[example] + within]])
+    example = torch.arange(len(count), device=count.device).repeat_interleave(count)
+    within = torch.arange(len(example), device=count.device) - (count.cumsum(0) - count)[example]
+    return example, first[example] + within
 
 
 def as_hidden(mask: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The queue of blocks that are due for a refresh."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 # Blocks that an update refreshes, and how many of them the sweep chooses. The others are touched blocks, if there are
@@ -45,16 +46,24 @@ class Line(nn.Module):
         if blocks <= REFRESH:
             return torch.arange(blocks, device=device)
         most, window = REFRESH - REFRESH // SWEEP, min(blocks, WINDOW)
-        place = torch.arange(window, device=device)
-        candidates = (self.at + place) % blocks
+        candidates = (self.at + torch.arange(window, device=device)) & (blocks - 1)
         # Touched blocks that the sweep is about to reach are left to it, so that no block is due twice.
-        touched = self.touched[candidates] & ((candidates - self.swept) % blocks >= REFRESH)
-        first = (place + window * ~touched).topk(most, largest=False).indices
+        touched = self.touched[candidates] & ((candidates - self.swept) & (blocks - 1) >= REFRESH)
+        first = _first(touched, most)
         number = touched.sum().clamp(max=most)
         self.at.add_(torch.where(number == most, first[-1] + 1, window)).remainder_(blocks)
         turn = torch.arange(REFRESH, device=device)
-        swept = (self.swept + turn - number) % blocks
+        swept = (self.swept + turn - number) & (blocks - 1)
         self.swept.add_(REFRESH - number).remainder_(blocks)
         due = torch.where(turn < number, candidates[first[turn.clamp(max=most - 1)]], swept)
         self.touched[due] = False
         return due.sort().values
+
+
+def _first(mask: Tensor, number: int) -> Tensor:
+    """Return the places of the first ``number`` that are set in ``mask``, any places if there are fewer."""
+    if mask.device.type == "cpu":
+        found = mask.nonzero().squeeze(1)[:number]
+        return F.pad(found, (0, number - len(found)))
+    place = torch.arange(len(mask), device=mask.device)
+    return (place + len(mask) * ~mask).topk(number, largest=False).indices

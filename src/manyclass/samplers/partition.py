@@ -230,3 +230,15 @@ def _parents(nodes: Tensor, branching: int) -> Tensor:
     """Return parents of nodes, distinct on the CPU only: elsewhere the host would wait for the device."""
     parents = nodes // branching
     return parents.unique() if parents.device.type == "cpu" else parents
+
+
+def log_mass(mean: Tensor, variance: Tensor, size: float, prediction: str) -> Tensor:
+    """Return the log of Σ exp(o) over ``size`` Gaussian outputs with this mean and variance.
+
+    ``ln N + μ + σ²/2`` holds for infinitely many outputs. If σ > √(2·ln N), the largest of N outputs dominates the sum,
+    and the log-mass is ``μ + σ·√(2·ln N)``, which is smaller (the random energy model).
+    """
+    log_size, deviation = math.log(size), variance.sqrt()
+    limit = math.sqrt(2 * log_size)
+    spread = torch.where(deviation <= limit, log_size + variance / 2, deviation * limit)
+    return functional.output(mean, prediction) + spread

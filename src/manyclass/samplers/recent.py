@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+from .. import ops
 from .draw import Best
-from .partition import Partition
-from .search import log_mass
+from .partition import Partition, log_mass
 
 # Number of stored queries, and how many of them each step replaces.
 RECENT = 64
@@ -44,8 +44,13 @@ class Recent(nn.Module):
         drawn as own negatives, and a block that the search missed gets the same cap.
         """
         node, size = partition.firsts[-1] + blocks, partition.inside / partition.blocks
+        if ops.native_for(self.query):
+            tables = (partition.mean.code, partition.mean.scale, partition.spread)
+            absolute = prediction == "absolute"
+            found = torch.ops.manyclass.node_shares(self.query, self.cutoff, self.log_total, *tables, node, size, absolute)
+            return found / size
         norm = self.query.square().sum(dim=-1, keepdim=True)
         mean = self.query @ partition.mean.read(node).T
         mass = log_mass(mean, norm * partition.spread[node], size, prediction)
-        share = (mass.minimum(self.cutoff.unsqueeze(-1)) - self.log_total.unsqueeze(-1)).exp() / size
-        return share.square().mean(dim=0).sqrt().nan_to_num(0.0)
+        share = (mass.minimum(self.cutoff.unsqueeze(-1)) - self.log_total.unsqueeze(-1)).clamp(max=0).exp()
+        return share.square().mean(dim=0).sqrt().nan_to_num(0.0) / size

@@ -9,9 +9,12 @@ from torch import Tensor
 from .. import functional, ops
 from .codes import Codes, native_tables, rows_of
 from .draw import Best, as_hidden
-from .partition import BRANCHING, Partition
+from .partition import BRANCHING, Partition, log_mass
 from .pool import UNIFORM, pool_count
 
+# A search of 1/TRIAL of the width tells whether an example needs own negatives. It needs none if the classes of all
+# visited blocks have at most FLAT of the variance of a draw with the pool alone.
+FLAT, TRIAL = 0.2, 4
 # A search for k classes scores the best 2·k + RESCORED candidates by code exactly.
 RESCORED = 64
 
@@ -57,8 +60,8 @@ class Visited(NamedTuple):
     outputs: Tensor  # shape: (batch, candidates), −inf where there is none
     #: Estimated log-mass of all classes that were not visited.
     pruned: Tensor  # shape: (batch,)
-    #: Smallest estimated log-mass of a visited block.
-    cutoff: Tensor  # shape: (batch,)
+    #: Estimated log-masses of the visited blocks.
+    mass: Tensor  # shape: (batch, width)
 
 
 class Own(NamedTuple):
@@ -69,18 +72,6 @@ class Own(NamedTuple):
     #: Slots of the pool whose class the example's own draw accounts for, as in `Draw.hidden`.
     hidden: Tensor
     log_total: Tensor  # shape: (batch,)
-
-
-def log_mass(mean: Tensor, variance: Tensor, size: float, prediction: str) -> Tensor:
-    """Return the log of Σ exp(o) over ``size`` Gaussian outputs with this mean and variance.
-
-    ``ln N + μ + σ²/2`` holds for infinitely many outputs. If σ > √(2·ln N), the largest of N outputs dominates the sum,
-    and the log-mass is ``μ + σ·√(2·ln N)``, which is smaller (the random energy model).
-    """
-    log_size, deviation = math.log(size), variance.sqrt()
-    limit = math.sqrt(2 * log_size)
-    spread = torch.where(deviation <= limit, log_size + variance / 2, deviation * limit)
-    return functional.output(mean, prediction) + spread
 
 
 def beam_width(partition: Partition, nodes: int, width: int) -> int:
@@ -96,7 +87,7 @@ def beam_width(partition: Partition, nodes: int, width: int) -> int:
 def visit(index: Index, query: Tensor, width: int) -> Visited:
     """Walk down to the ``width`` best blocks, in plain PyTorch; query ``(batch, columns)``."""
     partition, norm = index.partition, query.square().sum(dim=-1, keepdim=True)
-    nodes = cutoff = None
+    nodes = mass = None
     pruned = []
     for first, number in zip(partition.firsts, partition.widths, strict=True):
         if nodes is None:
@@ -106,19 +97,19 @@ def visit(index: Index, query: Tensor, width: int) -> Visited:
         mean = partition.mean.dots(query, first + nodes)
         score = log_mass(mean, norm * partition.spread[first + nodes], partition.inside / number, index.prediction)
         score = score.nan_to_num(math.nan, posinf=math.nan)
-        cutoff, best = score.topk(min(beam_width(partition, number, width), score.shape[1]), dim=-1)
+        mass, best = score.topk(min(beam_width(partition, number, width), score.shape[1]), dim=-1)
         pruned.append(score.scatter(1, best, -math.inf).logsumexp(dim=-1))
         nodes = nodes.gather(1, best)
     assert nodes is not None
-    assert cutoff is not None
-    blocks = nodes.sort(dim=-1).values
+    assert mass is not None
+    blocks, place = nodes.sort(dim=-1)
     members, inside = partition.members(blocks)
     members, inside = members.flatten(1), inside.flatten(1)
     outliers = partition.order[: partition.outliers].long().expand(len(query), -1)
     by_code = functional.output(index.codes.dots(query, members), index.prediction).masked_fill(~inside, -math.inf)
     ids = torch.cat([outliers, members.where(inside, -1)], dim=1)
     outputs = torch.cat([index.outputs(query, outliers), by_code], dim=1)
-    return Visited(blocks, ids, outputs, torch.stack(pruned).logsumexp(0), cutoff[:, -1])
+    return Visited(blocks, ids, outputs, torch.stack(pruned).logsumexp(0), mass.gather(1, place))
 
 
 def best_classes(index: Index, query: Tensor, width: int, k: int) -> Best:
@@ -138,7 +129,7 @@ def best_classes(index: Index, query: Tensor, width: int, k: int) -> Best:
         every = found.outputs.scatter(1, rescored, exact)
         outputs, place = every.topk(k, dim=-1)
         total = torch.logaddexp(every.logsumexp(dim=-1), found.pruned)
-        parts.append((outputs, found.ids.gather(1, place), total, found.cutoff))
+        parts.append((outputs, found.ids.gather(1, place), total, found.mass.amin(dim=-1)))
     best = Best(*(torch.cat(part) for part in zip(*parts, strict=True)))
     _check_finite(index, best.log_total)
     return best
@@ -156,7 +147,8 @@ def own_draw(
     """Draw ``number`` negatives for each example from the classes of its ``width`` best blocks.
 
     A visited class is drawn with probability min(1, c·exp(o)), if that is at least its expected count in the pool.
-    Otherwise the pool accounts for it. So the largest classes are certain.
+    Otherwise the pool accounts for it. So the largest classes are certain. An example whose softmax is nearly flat
+    draws from the outliers only, since own negatives would hardly reduce its error.
     """
     exclude = torch.full_like(uniform, -1, dtype=torch.long) if exclude is None else exclude
     if ops.native_for(query, index.weight):
@@ -170,6 +162,8 @@ def own_draw(
         examples = slice(first, first + len(part))
         found = visit(index, part, width)
         outputs = found.outputs.masked_fill(found.ids == exclude[examples].unsqueeze(-1), -math.inf)
+        flat, rest = _flat(index, part, exclude[examples], width, len(pool))
+        outputs[:, index.partition.outliers :].masked_fill_(flat.unsqueeze(-1), -math.inf)
         chance = _chances(index.partition, found, outputs, len(pool), number)
         ends = chance.cumsum(dim=-1)
         point = uniform[examples].unsqueeze(-1) + torch.arange(number, device=query.device)
@@ -179,10 +173,26 @@ def own_draw(
         ids.append(found.ids.gather(1, place).where(taken, 0))
         log_count.append(chance.gather(1, place).log().where(taken, math.inf).to(query.dtype))
         hidden.append(_hidden(index.partition, found.blocks, chance, pool))
-        total.append(torch.logaddexp(outputs.logsumexp(dim=-1), found.pruned))
+        total.append(torch.logaddexp(outputs.logsumexp(dim=-1), torch.where(flat, rest, found.pruned)))
         first += len(part)
     _check_finite(index, torch.cat(total))
     return Own(torch.cat(ids), torch.cat(log_count), as_hidden(torch.cat(hidden)), torch.cat(total))
+
+
+def _flat(index: Index, query: Tensor, exclude: Tensor, width: int, samples: int) -> tuple[Tensor, Tensor]:
+    """Return whether own negatives would hardly help each example, and the log-mass without outliers, both ``(batch,)``.
+
+    A class has the variance e²·(1/π − 1) in a draw with the pool alone. The best blocks are scored, and the other
+    blocks of the width are taken to have as much each. All that was pruned, of mass P, has at least about
+    P²·(1/samples − 1/classes), by the inequality of Cauchy and Schwarz.
+    """
+    partition, found = index.partition, visit(index, query, math.ceil(width / TRIAL))
+    outputs = found.outputs.masked_fill(found.ids == exclude.unsqueeze(-1), -math.inf)[:, partition.outliers :]
+    squares = (2 * (outputs - found.pruned.unsqueeze(-1))).double().exp().unflatten(1, (-1, partition.block_size))
+    odds = 1 / pool_count(partition, found.blocks, samples).clamp(max=1) - 1
+    variance = (squares.sum(dim=-1) * odds).sum(dim=-1)
+    flat = variance <= FLAT / TRIAL * max(0.0, 1 / samples - 1 / partition.inside)
+    return flat & (found.pruned > -math.inf), torch.logaddexp(found.mass.logsumexp(dim=-1), found.pruned)
 
 
 def _chances(partition: Partition, found: Visited, outputs: Tensor, samples: int, number: int) -> Tensor:
