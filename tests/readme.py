@@ -22,7 +22,8 @@ PAGE, RELATED, MEASURED, OVERVIEW, RESULTS = (
 LAYERS = {
     "full softmax": "full softmax",
     "quadratic": "the paper's quadratic kernel",
-    "blocks": "`manyclass`, default",
+    step.CLUSTERED: "`manyclass`, default, classes in clusters as after a training",
+    "blocks": "`manyclass`, default, classes without structure as before it",
     "uniform pool": "uniform pool of as many negatives: faster, with a larger error",
 }
 
@@ -77,7 +78,7 @@ def sizes_table() -> str:
     """Steps as the classes grow, from `manyclass bench step`."""
     steps = [row for row in results("step.csv") if row["in_features"] == "64"]
     sizes = list(dict.fromkeys(row["num_classes"] for row in steps))
-    layers = ("full softmax", "uniform pool", "uniform pool of 12", "TensorFlow", "blocks")
+    layers = ("full softmax", "uniform pool", "uniform pool of 12", "TensorFlow", step.BLOCKS, step.CLUSTERED)
     names = [next(row["layer"] for row in steps if row["layer"].startswith(layer)) for layer in layers]
     cells = {(row["num_classes"], row["layer"]): f"{1e3 * float(row['seconds']):.1f}" for row in steps}
     lines = [(f"{int(size):,}", *(cells.get((size, name), "left out") for name in names)) for size in sizes]

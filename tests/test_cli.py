@@ -200,7 +200,7 @@ def test_bench_step(tmp_path, monkeypatch):
     assert "pip install tensorflow-cpu" in printed
     rows = read_csv(tmp_path / "step.csv")
     pools = {step.EQUAL_NEGATIVES, step.EQUAL_ROWS, step.LOG_UNIFORM}
-    layers = {"full softmax", "adaptive softmax", "uniform", "unigram", "quadratic", step.BLOCKS, *pools}
+    layers = {"full softmax", "adaptive softmax", "uniform", "unigram", "quadratic", step.BLOCKS, step.CLUSTERED, *pools}
     assert {row["layer"] for row in rows} == layers
     assert len(rows) == 4 * len(layers) + 7  # beyond the largest there is no tree and no adaptive softmax
     assert all(float(row["sampler_memory"]) > 0 for row in rows if row["layer"] == step.BLOCKS)
@@ -299,6 +299,8 @@ def test_bench_bias(tmp_path, small_judges):
             own = [row for row in rows if row["sampler"] == sampler and row["prediction"] == "softmax"]
             totals = [int(row["own"]) + int(row["pool"]) for row in own if row["model"] == model]
             assert totals == list(bias.TOTALS)
+    each = [int(row["own"]) for row in rows if row["sampler"] == "uniform"]
+    assert each == [*bias.FEW, *bias.FEW]
     # Few classes, hardly trained: nobody is far off, and a pool of all classes has no error at all.
     assert all(-0.5 < float(row["bias"]) < 0.1 for row in rows)
     assert all(float(row["error"]) >= abs(float(row["bias"])) * 0.999 for row in rows)

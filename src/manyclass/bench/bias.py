@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -148,7 +149,7 @@ def measure(judge: Judge, alternative: Alternative, full: float) -> Iterable[Row
             model=judge.model,
             prediction=judge.prediction,
             sampler=alternative.name,
-            own=getattr(alternative.sampler, "own", number if each else 0),
+            own=number if each else getattr(alternative.sampler, "own", 0),
             pool=0 if each else number,
             bias=float(means.mean()),
             bias_error=float(means.std()) / math.sqrt(len(means)),
@@ -239,24 +240,25 @@ def _note(judge: Judge, full: float) -> str:
 
 
 def show(rows: list[Row], console: Console) -> None:
-    """Print a table."""
-    table = Table(title="Sampled against full loss, and what a training step of the layer costs")
-    texts = ("model", "prediction", "sampler")
-    numbers = ("own", "pool", "bias (nats)", "error (nats)", "gradient error", "µs per example", "full / this")
-    for column in (*texts, *numbers):
-        table.add_column(column, justify="left" if column in texts else "right")
-    for row in rows:
-        table.add_row(
-            *row[:3],
-            f"{row.own:,}",
-            f"{row.pool:,}",
-            f"{row.bias:+.4f} ± {row.bias_error:.4f}",
-            f"{row.error:.4f}",
-            f"{row.gradient_error:.3f}",
-            f"{row.microseconds_per_example:.0f}",
-            f"{row.full_over_this:.1f}×",
-        )
-    console.print(table)
+    """Print a table for each model."""
+    titles = ("sampler", "own", "pool", "bias (nats)", "error", "gradient error", "µs per example", "full / this")
+    for model, prediction in dict.fromkeys(row[:2] for row in rows):
+        table = Table(title=f"{model}, {prediction}", box=box.SIMPLE, padding=(0, 1, 0, 0))
+        for title in titles:
+            table.add_column(title, justify="left" if title == "sampler" else "right")
+        for row in rows:
+            if row[:2] == (model, prediction):
+                table.add_row(
+                    row.sampler,
+                    f"{row.own:,}",
+                    f"{row.pool:,}",
+                    f"{row.bias:+.4f}±{row.bias_error:.4f}",
+                    f"{row.error:.4f}",
+                    f"{row.gradient_error:.3f}",
+                    f"{row.microseconds_per_example:.0f}",
+                    f"{row.full_over_this:.1f}×",
+                )
+        console.print(table)
 
 
 def _plot(rows: list[Row], file: Path) -> None:
