@@ -164,10 +164,12 @@ struct Visit {
   }
 
   // Whether own negatives would hardly help. `rate(block, size)` is the expected count of a block's classes in a pool of
-  // `samples`, which reads `leaves[block]`. The best blocks have most of the variance e²·(1/π − 1), so the others are taken to have as much each. All that
-  // was pruned, of mass P, has at least about P² · (1/samples − 1/classes), by the inequality of Cauchy and Schwarz.
+  // `samples`, which reads `leaves[block]`. A class has the variance e²·(1/π − 1) in a draw with the pool alone. The best
+  // blocks are scored, and the other blocks of the width are taken to have as much each. All that was pruned, of mass P, has
+  // at least about P² · (1/samples − 1/classes), by the inequality of Cauchy and Schwarz.
   template <typename Rate>
-  bool flat(const float* query, int64_t width, int64_t exclude, int64_t samples, const double* leaves, const Rate& rate) {
+  bool flat(const float* query, int64_t width, int64_t exclude, int64_t samples, const double* leaves,
+            const Rate& rate) {
     find(query, (width + kTrial - 1) / kTrial);
     for (const int32_t block : beam) __builtin_prefetch(leaves + block);
     score_classes(query);

@@ -478,8 +478,8 @@ def update_rows_(rng: random.Random) -> tuple[Arguments, Truth]:
 MAKERS = {
     make.__name__: make
     for make in (
-        alias_draw, best_classes, bisect, encode_, node_shares, own_draw, pool_draw, row_gradients, sampled_loss_, sum_up_,
-        summarise_, tree_draw, tree_refresh_, update_rows_,
+        alias_draw, best_classes, bisect, encode_, node_shares, own_draw, pool_draw, row_gradients, sampled_loss_,
+        sum_up_, summarise_, tree_draw, tree_refresh_, update_rows_,
     )
 }  # fmt: skip
 

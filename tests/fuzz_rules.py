@@ -293,7 +293,7 @@ def update_rows_(weight, first, second, rows, grad, missed, gain1, gain2, rate, 
 RULES = {
     rule.__name__: rule
     for rule in (
-        alias_draw, best_classes, bisect, encode_, node_shares, own_draw, pool_draw, row_gradients, sampled_loss_, sum_up_,
-        summarise_, tree_draw, tree_refresh_, update_rows_,
+        alias_draw, best_classes, bisect, encode_, node_shares, own_draw, pool_draw, row_gradients, sampled_loss_,
+        sum_up_, summarise_, tree_draw, tree_refresh_, update_rows_,
     )
 }  # fmt: skip

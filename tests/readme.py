@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from manyclass import samplers
-from manyclass.bench import optimum
+from manyclass.bench import optimum, step
 from manyclass.experiments import comparison, comparison_report, quality
 
 DOCS = Path(__file__).parent.parent / "docs"

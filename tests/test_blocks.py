@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyclass import SampledSoftmax, ops, samplers
-from manyclass.samplers import Blocks, Draw, bisection, blocks, codes, line, partition, pool, search
+from manyclass.samplers import Blocks, Draw, bisection, blocks, codes, line, partition, pool
 
 N, D = 300, 4
 

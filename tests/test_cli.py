@@ -200,7 +200,8 @@ def test_bench_step(tmp_path, monkeypatch):
     assert "pip install tensorflow-cpu" in printed
     rows = read_csv(tmp_path / "step.csv")
     pools = {step.EQUAL_NEGATIVES, step.EQUAL_ROWS, step.LOG_UNIFORM}
-    layers = {"full softmax", "adaptive softmax", "uniform", "unigram", "quadratic", step.BLOCKS, step.CLUSTERED, *pools}
+    blocks = {step.BLOCKS, step.CLUSTERED}
+    layers = {"full softmax", "adaptive softmax", "uniform", "unigram", "quadratic", *blocks, *pools}
     assert {row["layer"] for row in rows} == layers
     assert len(rows) == 4 * len(layers) + 7  # beyond the largest there is no tree and no adaptive softmax
     assert all(float(row["sampler_memory"]) > 0 for row in rows if row["layer"] == step.BLOCKS)

@@ -45,10 +45,9 @@ class Recent(nn.Module):
         """
         node, size = partition.firsts[-1] + blocks, partition.inside / partition.blocks
         if ops.native_for(self.query):
+            queries = (self.query, self.cutoff, self.log_total)
             tables = (partition.mean.code, partition.mean.scale, partition.spread)
-            absolute = prediction == "absolute"
-            found = torch.ops.manyclass.node_shares(self.query, self.cutoff, self.log_total, *tables, node, size, absolute)
-            return found / size
+            return torch.ops.manyclass.node_shares(*queries, *tables, node, size, prediction == "absolute") / size
         norm = self.query.square().sum(dim=-1, keepdim=True)
         mean = self.query @ partition.mean.read(node).T
         mass = log_mass(mean, norm * partition.spread[node], size, prediction)

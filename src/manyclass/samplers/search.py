@@ -180,7 +180,7 @@ def own_draw(
 
 
 def _flat(index: Index, query: Tensor, exclude: Tensor, width: int, samples: int) -> tuple[Tensor, Tensor]:
-    """Return whether own negatives would hardly help each example, and the log-mass without outliers, both ``(batch,)``.
+    """Return whether own negatives would hardly help, and the log-mass of all but the outliers, both ``(batch,)``.
 
     A class has the variance e²·(1/π − 1) in a draw with the pool alone. The best blocks are scored, and the other
     blocks of the width are taken to have as much each. All that was pruned, of mass P, has at least about
