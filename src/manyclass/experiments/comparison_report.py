@@ -143,6 +143,7 @@ def plot(groups: Mapping[str, Sequence[Result]], file: Path) -> None:
     """Draw held-out loss against CPU seconds, a panel per data set; names are at the ends, from the first seed."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     figure = Figure(figsize=(6.5 * len(groups), 6.5), layout="constrained")
     panels = figure.subplots(1, len(groups), squeeze=False)[0]
@@ -156,6 +157,9 @@ def plot(groups: Mapping[str, Sequence[Result]], file: Path) -> None:
             width = 2.5 if method in STRONG else 1
             axes.plot(*zip(*one.curve, strict=True), color=colours[method], linewidth=width, marker=".")
         axes.set(xscale="log", xlabel="training time (CPU seconds, one thread)", ylabel="held-out loss (nats)")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_ylim(top=min(limit, axes.get_ylim()[1]))
         first = min(one.trial.seed for one in results)
         ends = {one.trial.method: one.curve[-1] for one in runs if one.trial.seed == first}
