@@ -7,15 +7,16 @@ from pathlib import Path
 
 from manyclass import samplers
 from manyclass.bench import optimum, step
-from manyclass.experiments import comparison, comparison_report, quality
+from manyclass.experiments import comparison, comparison_report, quality, reproduce
 
 DOCS = Path(__file__).parent.parent / "docs"
 README = DOCS.parent / "README.md"
-PAGE, RELATED, MEASURED, OVERVIEW, RESULTS = (
+PAGE, RELATED, MEASURED, OVERVIEW, REPRODUCTION, RESULTS = (
     DOCS / "samplers.md",
     DOCS / "related-work.md",
     DOCS / "measured.md",
     DOCS / "results.md",
+    DOCS / "reproduction.md",
     DOCS / "results",
 )
 # Layers of the README's table, as `manyclass bench step` calls them, and what the README calls them.
@@ -121,6 +122,28 @@ def quality_table() -> str:
     return rows(header, lines)
 
 
+def sweep_table(column: str) -> str:
+    """Lay out how the runs of `manyclass reproduce bias` end: means over seeds by sampler and number of negatives."""
+    ends: dict[tuple[str, str, str, str], str] = {}
+    for row in results("reproduce.csv"):  # the last evaluation of a run is its last row
+        ends[row["sampler"], row["prediction"], row["negatives"], row["seed"]] = row[column]
+    names = [name for name in (*reproduce.SAMPLERS, reproduce.BLOCKS) if any(key[0] == name for key in ends)]
+    digits = 3 if column == "heldout_loss" else 0
+
+    def cell(sampler: str, prediction: str, negatives: str) -> str:
+        found = [float(value) for key, value in ends.items() if key[:3] == (sampler, prediction, negatives)]
+        text = f"{sum(found) / len(found):.{digits}f}" if found else "–"
+        return f"{text} ({len(found)})" if len(found) > 1 else text
+
+    def predicts(sampler: str) -> str:
+        return "absolute" if sampler in reproduce.ABSOLUTE else "softmax"
+
+    lines = [("all", *(cell(reproduce.FULL, predicts(name), "") for name in names))]
+    for negatives in sorted({int(key[2]) for key in ends if key[2]}):
+        lines.append((str(negatives), *(cell(name, predicts(name), str(negatives)) for name in names)))
+    return rows(("negatives", *names), lines)
+
+
 def distributed_table() -> str:
     """Lay out steps of the sharded layer, from `manyclass bench distributed`."""
     lines = []
@@ -139,7 +162,11 @@ def generated() -> dict[Path, str]:
     measured = MEASURED.read_text("utf-8")
     for name, table in {"sizes": sizes_table(), "settings": settings_table(), "quality": quality_table()}.items():
         measured = with_table(measured, name, table)
+    sweep = REPRODUCTION.read_text("utf-8")
+    for name, column in {"ends": "heldout_loss", "times": "cpu_seconds"}.items():
+        sweep = with_table(sweep, name, sweep_table(column))
     return {
+        REPRODUCTION: sweep,
         README: with_table(README.read_text("utf-8"), "steps", step_table()),
         MEASURED: measured,
         OVERVIEW: overview,

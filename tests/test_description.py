@@ -47,7 +47,9 @@ def test_the_page_has_the_table():
     assert readme.with_table(text) == text, f"run `make readme`; the table is:\n{samplers.table()}"
 
 
-@pytest.mark.parametrize("page", [readme.README, readme.MEASURED], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [readme.README, readme.MEASURED, readme.OVERVIEW, readme.REPRODUCTION], ids=lambda page: page.name
+)
 def test_tables_of_results_are_those_of_the_files(page):
     assert readme.generated()[page] == page.read_text("utf-8"), "run `make readme`"
 
