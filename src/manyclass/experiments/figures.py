@@ -188,7 +188,8 @@ def _range(axes: Any, curves: Sequence[Curve], name: str, title: str, points: di
 def _legend(figure: Any, axes: Any) -> None:
     """Draw one legend for all panels, below them."""
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize="small")
+    columns = 5 if figure.get_figwidth() > 8 else 3
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize="small")
 
 
 def _draw(axes: Any, curve: Curve, against: str, **style: Any) -> None:
