@@ -170,6 +170,7 @@ struct Visit {
   template <typename Rate>
   bool flat(const float* query, int64_t width, int64_t exclude, int64_t samples, const double* leaves,
             const Rate& rate) {
+    if (width >= index.layout.blocks) return false;  // a visit of all classes has no error at all
     find(query, (width + kTrial - 1) / kTrial);
     for (const int32_t block : beam) __builtin_prefetch(leaves + block);
     score_classes(query);

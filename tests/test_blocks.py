@@ -113,6 +113,12 @@ def test_a_flat_softmax_needs_no_own_negatives(backend):
     check_counts(sampler, query, target, 40, 1500 if backend == "native" else 300)
 
 
+def test_a_visit_of_all_blocks_keeps_its_own_negatives(backend):
+    """It has no error, however flat the softmax is."""
+    sampler, query = trained(own=N, probe=N), torch.zeros(2, D)
+    assert own_inside(sampler, query, 10).all()
+
+
 def test_one_large_class_in_a_flat_softmax_is_drawn(backend, monkeypatch):
     """Its block is among those that are tried, although the other members are small. A target does not count."""
     monkeypatch.setattr(partition, "OUTLIERS", 0)

@@ -192,7 +192,8 @@ def _flat(index: Index, query: Tensor, exclude: Tensor, width: int, samples: int
     odds = 1 / pool_count(partition, found.blocks, samples).clamp(max=1) - 1
     variance = (squares.sum(dim=-1) * odds).sum(dim=-1)
     flat = variance <= FLAT / TRIAL * max(0.0, 1 / samples - 1 / partition.inside)
-    return flat & (found.pruned > -math.inf), torch.logaddexp(found.mass.logsumexp(dim=-1), found.pruned)
+    flat = flat & (found.pruned > -math.inf) & (width < partition.blocks)  # a visit of all classes has no error at all
+    return flat, torch.logaddexp(found.mass.logsumexp(dim=-1), found.pruned)
 
 
 def _chances(partition: Partition, found: Visited, outputs: Tensor, samples: int, number: int) -> Tensor:
