@@ -114,9 +114,12 @@ def test_a_flat_softmax_needs_no_own_negatives(backend):
 
 
 def test_a_visit_of_all_blocks_keeps_its_own_negatives(backend):
-    """It has no error, however flat the softmax is."""
-    sampler, query = trained(own=N, probe=N), torch.zeros(2, D)
+    """It has no error, even where stale spreads make the softmax look flat."""
+    sampler, query = trained(own=N, probe=N), torch.ones(2, D)
+    sampler.partition.spread.fill_(100.0)
     assert own_inside(sampler, query, 10).all()
+    sampler.probe = 5
+    assert not own_inside(sampler, query, 10).any()
 
 
 def test_one_large_class_in_a_flat_softmax_is_drawn(backend, monkeypatch):
