@@ -163,14 +163,18 @@ def test_blocks_are_unbiased_and_see_normalised_rows(margin):
     assert deviation.abs().max() < 4.5
 
 
+def train_step(head, optimizer, query, target):
+    optimizer.zero_grad()
+    head(query, target).backward()
+    optimizer.step()
+
+
 def test_exact_results_of_a_table_follow_it_without_a_refresh():
     head = layer("table", sampler=("blocks", M))
     optimizer = manyclass.optim.Adam(head.parameters(), lr=0.1)
     query, target = batch()
     for _ in range(3):
-        optimizer.zero_grad()
-        head(query, target).backward()
-        optimizer.step()
+        train_step(head, optimizer, query, target)
     optimizer.flush()
     logits = logits_of(query, raw(head), target, 8.0, None)
     torch.testing.assert_close(head.log_prob(query), logits.log_softmax(dim=-1))
@@ -184,9 +188,7 @@ def test_a_search_through_the_tree_follows_a_table_without_a_refresh():
     optimizer = torch.optim.SGD(head.parameters(), lr=5.0)
     query, target = batch()
     for _ in range(3):
-        optimizer.zero_grad()
-        head(query, target).backward()
-        optimizer.step()
+        train_step(head, optimizer, query, target)
         expected = logits_of(query, raw(head), target, 8.0, None).log_softmax(dim=-1).topk(4)
         values, ids = head.topk(query, 4, probe=N)  # all blocks
         torch.testing.assert_close(values, expected.values.detach(), atol=1e-3, rtol=1e-3)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .draw import ranges
+from .draw import ranges, same_class
 from .partition import Partition
 
 # This part of the pool is uniform over the classes, and the other part follows the shares. Shares come from recent
@@ -68,7 +68,7 @@ def pool_slots(partition: Partition, position: Tensor, pool: Tensor, classes: Te
     ``position (samples,)`` are those of the classes ``pool``, ascending, so that no sorting is needed.
     """
     if pool.device.type != "cpu":
-        return pool == classes.unsqueeze(-1)
+        return same_class(pool, classes)
     block = partition.block_of[classes].long()  # −1 for an outlier
     borders = partition.border(torch.stack([block, block + 1])).clamp(min=0)
     borders[0].masked_fill_(block < 0, 0)
