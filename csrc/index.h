@@ -74,6 +74,15 @@ inline void check_sums(const Tensor& sums, const char* op) {
           ": sums must hold twice a power of two, got ", sums.numel());
 }
 
+// The summaries of the nodes of a tree: a mean in codes, its scale, and a variance each.
+inline void check_nodes(const Tensor& mean, const Tensor& mean_scale, const Tensor& spread, int64_t stride, const char* op) {
+  check(mean, ScalarType::Char, 2, op, "mean");
+  check(mean_scale, ScalarType::Float, 1, op, "mean_scale");
+  check(spread, ScalarType::Float, 1, op, "spread");
+  require(mean.size(1) == stride && mean_scale.numel() == mean.size(0) && spread.numel() == mean.size(0), op,
+          ": mean must have ", stride, " columns, and one mean_scale and spread per row");
+}
+
 inline void check_layout(const Layout& layout, int64_t top, int64_t nodes, const char* op) {
   check_sizes(layout, op);
   check_range<int64_t>(top, 1, layout.blocks, op, "top");

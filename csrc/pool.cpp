@@ -110,15 +110,11 @@ Tensor node_shares(const Tensor& query, const Tensor& cutoff, const Tensor& log_
   check(query, ScalarType::Float, 2, op, "query");
   check(cutoff, ScalarType::Float, 1, op, "cutoff");
   check(log_total, ScalarType::Float, 1, op, "log_total");
-  check(mean, ScalarType::Char, 2, op, "mean");
-  check(mean_scale, ScalarType::Float, 1, op, "mean_scale");
-  check(spread, ScalarType::Float, 1, op, "spread");
   check(nodes, ScalarType::Long, 1, op, "nodes");
   const int64_t queries = query.size(0), columns = query.size(1), stride = code_stride(columns), number = nodes.numel();
   require(queries > 0 && columns > 0, op, ": query must have a row and a column");
   require(cutoff.numel() == queries && log_total.numel() == queries, op, ": cutoff and log_total must be (queries,)");
-  require(mean.size(1) == stride && mean_scale.numel() == mean.size(0) && spread.numel() == mean.size(0), op,
-          ": mean must have ", stride, " columns, and one mean_scale and spread per row");
+  check_nodes(mean, mean_scale, spread, stride, op);
   check_ids(nodes, 0, mean.size(0), op, "nodes");
   check_range(size, 1.0, static_cast<double>(kMostClasses), op, "size");
   Tensor shares = torch::stable::new_empty(query, {number});

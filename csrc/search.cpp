@@ -52,22 +52,18 @@ struct Index {
         const Tensor& weight_, const Tensor& bias_, const Tensor& order_, int64_t outliers, int64_t blocks, int64_t top,
         bool absolute_, const char* op)
       : layout{order_.numel(), outliers, blocks}, absolute(absolute_) {
-    check(mean_, ScalarType::Char, 2, op, "mean");
-    check(mean_scale_, ScalarType::Float, 1, op, "mean_scale");
-    check(spread_, ScalarType::Float, 1, op, "spread");
     check(code_, ScalarType::Char, 2, op, "code");
     check(code_scale_, ScalarType::Float, 1, op, "code_scale");
     check(weight_, ScalarType::Float, 2, op, "weight");
     check(bias_, ScalarType::Float, 1, op, "bias");
     check(order_, ScalarType::Int, 1, op, "order");
-    const int64_t nodes = mean_.size(0), classes = layout.classes;
+    const int64_t classes = layout.classes;
     const bool offsets = bias_.numel() > 0;
     width = weight_.size(1), columns = width + offsets, stride = code_stride(columns);
-    check_layout(layout, top, nodes, op);
+    check_nodes(mean_, mean_scale_, spread_, stride, op);
+    check_layout(layout, top, mean_.size(0), op);
     require(weight_.size(0) == classes && (!offsets || bias_.numel() == classes), op,
             ": weight and bias must have one row per class of order");
-    require(mean_.size(1) == stride && mean_scale_.numel() == nodes && spread_.numel() == nodes, op,
-            ": mean must have ", stride, " columns, and one mean_scale and spread per row");
     require(code_.size(0) == classes && code_.size(1) == stride && code_scale_.numel() == classes, op,
             ": code must have ", stride, " columns, and one row and code_scale per class");
     mean = mean_.const_data_ptr<int8_t>(), code = code_.const_data_ptr<int8_t>();

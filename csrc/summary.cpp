@@ -66,17 +66,13 @@ void summarise_(const Tensor& mean, const Tensor& mean_scale, const Tensor& spre
                 const Tensor& code_scale, const Tensor& weight, const Tensor& bias, const Tensor& order,
                 const Tensor& blocks, int64_t outliers, int64_t num_blocks, int64_t top) {
   const char* op = "summarise_";
-  check(mean, ScalarType::Char, 2, op, "mean");
-  check(mean_scale, ScalarType::Float, 1, op, "mean_scale");
-  check(spread, ScalarType::Float, 1, op, "spread");
   check(order, ScalarType::Int, 1, op, "order");
   check(blocks, ScalarType::Long, 1, op, "blocks");
   const Rows rows(code, code_scale, weight, bias, op);
   const int64_t classes = rows.classes, columns = rows.columns, stride = rows.stride;
   const Layout layout{classes, outliers, num_blocks};
+  check_nodes(mean, mean_scale, spread, stride, op);
   check_layout(layout, top, mean.size(0), op);
-  require(mean.size(1) == stride && mean_scale.numel() == mean.size(0) && spread.numel() == mean.size(0), op,
-          ": mean must have ", stride, " columns, and one mean_scale and spread per row");
   require(order.numel() == classes, op, ": order must name every class once");
   check_ascending(blocks, num_blocks, op, "blocks");
   const auto* block_data = blocks.const_data_ptr<int64_t>();
