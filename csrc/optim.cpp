@@ -16,11 +16,11 @@ constexpr int64_t kAhead = 8;
 
 // weight: (num_rows, columns)   first: the same, or (0, columns) for none   second: (num_rows, columns), (num_rows, 1) for one
 // number per row, or (0, columns) for none   rows: (count,), ascending   grad: (count, columns)
-// missed: (count, 4): scale, move, decay1 and decay2 of each row
+// missed: (count, 5): scale, move, decay1, decay2 and share of each row
 // For each row, with the gradient for `first` and 1 for √second · root + eps where there are none:
 //   weight = scale · (weight − move · first / (√second · root + eps))
 //   first  = decay1 · first + gain1 · grad
-//   second = decay2 · second + gain2 · grad²     (the mean of the squares, if there is one number per row)
+//   second = decay2 · second + gain2 · share · grad²     (the mean of the squares, if there is one number per row)
 //   weight = weight − rate · first / (√second · root + eps)
 void update_rows_(const Tensor& weight, const Tensor& first, const Tensor& second, const Tensor& rows, const Tensor& grad,
                   const Tensor& missed, double gain1, double gain2, double rate, double root, double eps) {
@@ -40,7 +40,7 @@ void update_rows_(const Tensor& weight, const Tensor& first, const Tensor& secon
                   ": first must be empty or have the shape of weight");
   require(!has_second || (second.size(0) == limit && (width == columns || width == 1)), op,
                   ": second must be empty, have the shape of weight, or one column");
-  require(missed.size(0) == count && missed.size(1) == 4, op, ": missed must be (", count, ", 4), got (",
+  require(missed.size(0) == count && missed.size(1) == 5, op, ": missed must be (", count, ", 5), got (",
                   missed.size(0), ", ", missed.size(1), ")");
   const auto* row_data = rows.const_data_ptr<int64_t>();
   // Ascending rows are distinct, so no two threads write the same one.
@@ -67,7 +67,7 @@ void update_rows_(const Tensor& weight, const Tensor& first, const Tensor& secon
     for (int64_t at = begin; at < end; ++at) {
       if (at + kAhead < end) fetch(at + kAhead);
       const int64_t row = row_data[at];
-      update_row(update, missed_data + 4 * at, columns, grad_data + at * columns,
+      update_row(update, missed_data + 5 * at, columns, grad_data + at * columns,
                  has_first ? first_data + row * columns : nullptr, has_second ? second_data + row * width : nullptr, width,
                  weight_data + row * columns);
     }

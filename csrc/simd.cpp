@@ -330,7 +330,8 @@ __attribute__((no_sanitize("float-cast-overflow"))) MANYCLASS_SIMD float exp_sum
 
 MANYCLASS_SIMD void update_row(const RowUpdate& update, const float* missed, int64_t size, const float* grad, float* first,
                                float* second, int64_t width, float* weight) {
-  const float gain1 = update.gain1, gain2 = update.gain2, rate = update.rate, root = update.root, eps = update.eps;
+  const float gain1 = update.gain1, gain2 = update.gain2 * missed[4], rate = update.rate, root = update.root;
+  const float eps = update.eps;
   const float scale = missed[0], move = missed[1], decay1 = missed[2], decay2 = missed[3];
   const bool full = second && width == size;
   if (first && move != 0 && full) {

@@ -459,7 +459,7 @@ def update_rows_(rng: random.Random) -> tuple[Arguments, Truth]:
     second = torch.rand(size if rng.random() < 0.7 else 0, rng.choice([1, columns]))
     arguments = {
         "weight": torch.randn(size, columns), "first": first, "second": second, "rows": rows,
-        "grad": torch.randn(len(rows), columns), "missed": torch.rand(len(rows), 4),
+        "grad": torch.randn(len(rows), columns), "missed": torch.rand(len(rows), 5),
     }  # fmt: skip
     numbers = {name: rng.random() + 0.1 for name in ("gain1", "gain2", "rate", "root", "eps")}
     expected = {name: value.clone() for name, value in arguments.items()}

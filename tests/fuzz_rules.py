@@ -286,7 +286,7 @@ def update_rows_(weight, first, second, rows, grad, missed, gain1, gain2, rate, 
     size, columns = weight.shape
     firsts = len(first) == 0 or first.shape == weight.shape
     seconds = len(second) == 0 or tuple(second.shape) in ((size, columns), (size, 1))
-    shapes = tuple(grad.shape) == (len(rows), columns) and tuple(missed.shape) == (len(rows), 4)
+    shapes = tuple(grad.shape) == (len(rows), columns) and tuple(missed.shape) == (len(rows), 5)
     return firsts and seconds and shapes and rising(rows) and inside(rows, 0, size)
 
 

@@ -162,7 +162,7 @@ def test_the_native_kernel_is_the_reference(sizes, moments, seed):
     weight, grad = rand(*sizes), rand(len(chosen), sizes[1]) - 0.5
     first = rand(*sizes) if moments[0] else None
     second = {"none": None, "rows": rand(sizes[0], 1), "full": rand(*sizes)}[moments[1]]
-    missed = rand(len(chosen), 4)
+    missed = rand(len(chosen), 5)
     update = rows.RowUpdate(rate=0.3, gain1=0.7, gain2=0.5, root=1.4, eps=0.2)
     results = []
     for call in (rows.update_rows_, rows.update_rows_reference_):
@@ -404,7 +404,7 @@ def test_bad_parameters_and_arguments():
 
 def test_opcheck():
     native, none = torch.ops.manyclass.update_rows_, torch.zeros(0, D)
-    chosen, grad, missed = torch.tensor([1, 4]), torch.randn(2, D), torch.rand(2, 4)
+    chosen, grad, missed = torch.tensor([1, 4]), torch.randn(2, D), torch.rand(2, 5)
     numbers = (0.1, 0.01, 0.1, 1.0, 1e-8)
 
     def tables():
@@ -425,7 +425,7 @@ def test_opcheck():
         ((weight, first, second, chosen, grad[:1], missed), r"grad must be \(2, 5\), got \(1, 5\)"),
         ((weight, first[:7], second, chosen, grad, missed), "first must be empty or have the shape of weight"),
         ((weight, first, second[:, :2].contiguous(), chosen, grad, missed), "second must be empty"),
-        ((weight, first, second, chosen, grad, missed[:1]), r"missed must be \(2, 4\), got \(1, 4\)"),
+        ((weight, first, second, chosen, grad, missed[:1]), r"missed must be \(2, 5\), got \(1, 5\)"),
         ((weight.T, first, second, chosen, grad, missed), "weight must be contiguous"),
         ((weight, first, second, chosen.int(), grad, missed), "rows must have the dtype int64"),
     ):

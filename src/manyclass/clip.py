@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import importance
+
 
 @torch.no_grad()
 def clip_grad_norm_(
@@ -32,7 +34,7 @@ def clip_grad_norm_(
         found = grads if group is None else sharded.setdefault(group, [])
         grad = parameter.grad
         if grad.is_sparse:
-            parameter.grad = grad.coalesce()
+            parameter.grad = importance.keep(grad, grad.coalesce())
             # a coalesced tensor's values are a view of it, which pyright cannot tell
             grad = parameter.grad._values()
         if grad.numel():  # an empty tensor has no largest value

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import checks, samplers
+from . import checks, importance, samplers
 from .budget import Budget
 from .cosine import Cosine
 from .counters import Counters
@@ -114,8 +114,7 @@ class SampledSoftmax(Counters, Resumable):
         self.sampler = sampler if self.weight.is_meta else sampler.to(self.weight.device)
         self.sampler.validate = validate
         self.budget = Budget(sampler, num_samples, tolerance, self.shard.ranks)
-        #: Training steps so far.
-        self.step = 0
+        self.step = 0  #: Training steps so far.
         self.monitor = Monitor()
         self._install_hooks()
 
@@ -173,6 +172,8 @@ class SampledSoftmax(Counters, Resumable):
                 self.sampler.observe(seen.query)
                 self.monitor.sampled()
         loss, positive = self._scored(examples.query, examples.target, draw, self._exchange, encode)
+        if encode and self.sparse and self.shard.sole_source():
+            importance.watch(loss, [self.embedding, self.bias_embedding], draw)
         return self.shard.combine(loss, positive, examples.rows)
 
     def _exchange(self, rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,9 +183,8 @@ class SampledSoftmax(Counters, Resumable):
 
     def _tracked(self) -> bool:
         """Return whether only rows that get a gradient here can change."""
-        if self.cache is not None and self.bias_embedding is None:
-            return True
-        return self.sparse and not self.tied and self.shard.sees_all_gradients()
+        cached = self.cache is not None and self.bias_embedding is None
+        return cached or (self.sparse and not self.tied and self.shard.sees_all_gradients())
 
     def refresh(self) -> None:
         """Bring all statistics of an adaptive sampler up to date with the class weights, O(n·d·log n).

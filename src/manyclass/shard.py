@@ -86,6 +86,10 @@ class Shard:
         """Return whether `mean_rows` sees every row that gets a gradient anywhere."""
         return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
+    def sole_source(self) -> bool:
+        """Return whether this process alone makes the gradients of its classes, so that none is averaged."""
+        return self.sees_all_gradients()
+
     def reduce(self, losses: Tensor, reduction: str, number: Tensor | None = None) -> Tensor:
         """Reduce the losses of this process's targets; ``number`` counts them if some losses are padding, 0."""
         if number is None or reduction != "mean":

@@ -143,6 +143,10 @@ class RankShard(Shard):
         """Return True: all ranks that change these rows call `mean_rows`."""
         return True
 
+    def sole_source(self) -> bool:
+        """Return whether no other rank holds the same classes."""
+        return self.replicas is None
+
     def reduce(self, losses: Tensor, reduction: str, number: Tensor | None = None) -> Tensor:
         """Reduce so that the mean over ranks is the mean over the examples of all ranks."""
         if reduction == "mean":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import checks
+from .. import checks, importance
 from ..pages import use_huge_pages
 from ..untraced import untraced
 from . import lazy
@@ -82,6 +82,9 @@ class Rows(Optimizer):
         else:
             lazy.open_step(state, update)
             missed = lazy.catch_up(state, rows, update, parameter)
+        weights = None if self._second is None else importance.weights(parameter.grad, rows)
+        if weights is not None:
+            missed[:, 4] = 1 / weights
         update_rows_(*self._tables(parameter), rows, -grad if group["maximize"] else grad, missed, update)
         if not complete:
             lazy.close_step(state, update)

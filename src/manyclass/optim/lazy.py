@@ -35,17 +35,17 @@ def start(state: dict[str, Any], rows: int, device: torch.device) -> None:
 
 
 def nothing_missed(count: int, update: RowUpdate, like: Tensor) -> Tensor:
-    """Return coefficients for `update_rows_`, shape ``(count, 4)``, of rows that are complete."""
-    return like.new_tensor([1.0, 0.0, update.decay1, update.decay2]).repeat(count, 1)
+    """Return coefficients for `update_rows_`, shape ``(count, 5)``, of rows that are complete."""
+    return like.new_tensor([1.0, 0.0, update.decay1, update.decay2, 1.0]).repeat(count, 1)
 
 
 def catch_up(state: dict[str, Any], rows: Tensor, update: RowUpdate, like: Tensor) -> Tensor:
-    """Return coefficients for `update_rows_`, shape ``(count, 4)``; after it ``rows`` are complete."""
+    """Return coefficients for `update_rows_`, shape ``(count, 5)``; after it ``rows`` are complete."""
     history, last, step = state[HISTORY], state[ROW_STEP][rows], int(state["step"])
     log_decay, carried = history[:, last]
     elapsed = (step - last).double()
     decays = [decay**elapsed for decay in (update.decay1, update.decay2)]
-    missed = torch.stack([(history[0, step] - log_decay).exp(), carried * update.root, *decays], dim=1)
+    missed = torch.stack([(history[0, step] - log_decay).exp(), carried * update.root, *decays, torch.ones_like(carried)], dim=1)
     missed[:, 2:].masked_fill_(missed[:, 2:] < SMALLEST, 0.0)
     state[ROW_STEP][rows] = step
     return missed.to(like.dtype)

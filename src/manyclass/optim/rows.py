@@ -31,14 +31,14 @@ def update_rows_(
     second: Tensor | None,  # shape: (num_rows, columns), or (num_rows, 1) for one number per row
     rows: Tensor,  # shape: (count,), ascending
     grad: Tensor,  # shape: (count, columns)
-    missed: Tensor,  # shape: (count, 4): scale, move, decay1 and decay2 of each row
+    missed: Tensor,  # shape: (count, 5): scale, move, decay1, decay2 and share of each row
     update: RowUpdate,
 ) -> None:
     """Change ``rows`` of ``weight``, ``first`` and ``second`` in place, O(count · columns).
 
     - ``weight = scale · (weight − move · first / (√second · root + eps))``
     - ``first = decay1 · first + gain1 · grad``
-    - ``second = decay2 · second + gain2 · grad²``, or the mean of the squares for one number per row
+    - ``second = decay2 · second + gain2 · share · grad²``, or the mean of the squares for one number per row
     - ``weight = weight − rate · first / (√second · root + eps)``
     """
     if not ops.native_for(weight, grad):
@@ -61,7 +61,7 @@ def update_rows_reference_(
     update: RowUpdate,
 ) -> None:
     """Compute `update_rows_` in plain PyTorch."""
-    scale, move, decay1, decay2 = missed.unsqueeze(-1).unbind(1)
+    scale, move, decay1, decay2, share = missed.unsqueeze(-1).unbind(1)
     size = 1.0 if second is None else second[rows].sqrt() * update.root + update.eps
     values, step = weight[rows], grad
     if first is not None:
@@ -70,7 +70,7 @@ def update_rows_reference_(
         first[rows] = step
     if second is not None:
         square = grad.square() if second.shape == weight.shape else grad.square().mean(dim=1, keepdim=True)
-        square = decay2 * second[rows] + update.gain2 * square
+        square = decay2 * second[rows] + update.gain2 * share * square
         second[rows] = square
         size = square.sqrt() * update.root + update.eps
     weight[rows] = scale * values - update.rate * step / size

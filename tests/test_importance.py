@@ -1,0 +1,106 @@
+"""Squares of sampled gradients in optimisers: right in the mean, and noted where gradients are."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import manyclass
+from manyclass import importance, optim
+
+D, N, POOL, BATCH = 8, 400, 80, 16
+
+
+def made(**options):
+    torch.manual_seed(0)
+    options = {"num_samples": POOL, **options}
+    head = manyclass.SampledSoftmax(D, N, **options)
+    query = torch.randn(BATCH, D, generator=torch.Generator().manual_seed(1))
+    target = torch.randint(N, (BATCH,), generator=torch.Generator().manual_seed(2))
+    return head, query, target
+
+
+def exact_squares(head, query, target, scale=1.0):
+    """Squares of the full softmax's gradient, and the rows that are no targets."""
+    weight = head.weight.detach().clone().requires_grad_()
+    (scale * manyclass.functional.full_softmax_loss(query, weight, target)).backward()
+    return weight.grad.square(), torch.ones(N, dtype=torch.bool).index_fill(0, target, False)
+
+
+@pytest.mark.parametrize("sampler", ["blocks", "uniform"])
+@pytest.mark.parametrize(("passes", "clip"), [(1, False), (3, True)])
+@pytest.mark.parametrize("kind", [optim.Adagrad, torch.optim.Adagrad])
+def test_squares_are_right_in_the_mean(sampler, passes, clip, kind, backend):
+    options = {"own": 1, "probe": 1} if sampler == "blocks" else {"scope": "batch"}
+    head, query, target = made(sampler=sampler, **options)
+    optimizer = kind(head.parameters(), lr=0.0)
+    steps = 150
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for _ in range(passes):
+            head(query, target).backward()
+        if clip:
+            manyclass.clip_grad_norm_(head.parameters(), 1e9)
+        optimizer.step()
+    exact, others = exact_squares(head, query, target, passes)
+    # The median, since some rows are own negatives as well.
+    ratio = float((optimizer.state[head.weight]["sum"].sum(dim=1) / steps / exact.sum(dim=1))[others].median())
+    plain = 1 + (N / POOL - (sampler == "blocks")) / passes  # variance of the count, without and with replacement
+    assert ratio == pytest.approx(1.0 if kind is optim.Adagrad else plain, rel=0.12)
+
+
+def passes_of(parameter):
+    return getattr(parameter.grad, importance.NAME, (0, []))[1]
+
+
+def test_every_backward_pass_is_noted_once():
+    head, query, target = made(bias=True)
+    for number in (1, 2):
+        head(query, target).backward()
+        assert len(passes_of(head.weight)) == len(passes_of(head.bias_embedding.weight)) == number
+        head.diagnostics()
+        assert len(passes_of(head.weight)) == number
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_step_forgets_what_was_noted(set_to_none):
+    head, query, target = made()
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none)
+        head(query, target).backward()
+        assert len(passes_of(head.weight)) == 1
+        optimizer.step()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_passes_are_noted_once(reentrant):
+    head, query, target = made()
+    checkpoint(head, query.requires_grad_(), target, use_reentrant=reentrant).backward()
+    assert len(passes_of(head.weight)) == 1
+
+
+def test_targets_and_own_negatives_have_the_weight_one():
+    head, query, target = made(sampler="in_batch")
+    head(query, target).backward()
+    rows = head.weight.grad.coalesce().indices()[0]
+    assert importance.weights(head.weight.grad, rows).tolist() == [1.0] * len(rows)
+
+
+def test_rows_that_left_the_gradient_do_no_harm():
+    head, query, target = made(own=1, probe=1)
+    head(query, target).backward()
+    grad = head.weight.grad.coalesce()
+    rows = grad.indices()[0]
+    weights = importance.weights(head.weight.grad, rows)
+    assert weights.max() > 2
+    assert torch.equal(importance.weights(head.weight.grad, rows[::2].contiguous()), weights[::2])
+    assert importance.weights(head.weight.grad, rows[:0]) is None
+    assert importance.weights(torch.zeros(N, D).to_sparse(1), rows) is None
+
+
+def test_tied_embeddings():
+    embedding = nn.Embedding(N, D, sparse=True)
+    head, _, target = made(embedding=embedding)
+    head(embedding(target.flip(0)), target).backward()
+    assert len(passes_of(embedding.weight)) == 1
