@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <atomic>
 #include <tuple>
 
 #include "codes.h"
@@ -33,6 +34,8 @@ struct LogSum {
 // visited blocks have at most kFlat of the variance of a draw with the pool alone.
 constexpr int64_t kTrial = 4;
 constexpr double kFlat = 0.2;
+// If none of about this many examples, evenly spaced in the batch, needs own negatives, the others are not searched.
+constexpr int64_t kTried = 32;
 
 // A search for k classes scores the best 2·k + kRescored candidates by code exactly.
 constexpr int64_t kRescored = 64;
@@ -184,6 +187,17 @@ struct Visit {
     return variance <= most;
   }
 
+  // Visits no block, without a search.
+  void visit_outliers(const float* query) {
+    pruned = LogSum();
+    beam.clear(), begins.clear(), starts.clear();
+    ids.resize(index.layout.outliers), outputs.resize(index.layout.outliers);
+    float norm = 0;
+    dots(query, query, 1, index.columns, &norm);
+    dots(query, index.outlier_rows.data(), index.layout.outliers, index.columns, outputs.data());
+    finite = std::isfinite(norm) && finish_outputs(outputs.data(), index.layout.outliers, index.absolute) == 0;
+  }
+
   // Visits no block after all: the pool accounts for all classes but the outliers.
   void leave_blocks() {
     pruned.add(masses_of.data(), static_cast<int64_t>(beam.size()));
@@ -221,25 +235,29 @@ struct Visit {
 };
 
 // The own negatives of each example, drawn from the classes that it visits.
-// query: (batch, columns)   exclude: (batch,), −1 for none   uniform: (batch,), float64   sums: (2 · blocks,), float64
+// query: (batch, columns)   exclude: (batch,), −1 for none   uniform: (batch,), float64
+// block_of: (classes,), −1 for an outlier   sums: (2 · blocks,), float64
 // pool: (samples,), positions of the shared pool, ascending   share: of the pool that is drawn uniformly
 // -> ids (batch, number); log_count (batch, number), +inf for an empty slot; hidden (2, k): pairs of an example and a slot
-//    of the pool that its own draw accounts for; an estimate of the log of the whole mass (batch,), NaN if it is not finite
+//    of the pool that holds its excluded class or one that its own draw accounts for; an estimate of the log of the whole mass (batch,), NaN if it is not finite,
+//    and 0 for an example that was not searched
 std::tuple<Tensor, Tensor, Tensor, Tensor> own_draw(
     const Tensor& query, const Tensor& exclude, const Tensor& uniform, const Tensor& mean, const Tensor& mean_scale,
     const Tensor& spread, const Tensor& code, const Tensor& code_scale, const Tensor& weight, const Tensor& bias,
-    const Tensor& order, const Tensor& sums, const Tensor& pool,
-    int64_t outliers, int64_t blocks, int64_t top, int64_t width, int64_t number, double share, bool absolute) {
+    const Tensor& order, const Tensor& block_of, const Tensor& sums, const Tensor& pool, int64_t outliers, int64_t blocks,
+    int64_t top, int64_t width, int64_t number, double share, bool absolute) {
   const char* op = "own_draw";
   check(query, ScalarType::Float, 2, op, "query");
   check(exclude, ScalarType::Long, 1, op, "exclude");
   check(uniform, ScalarType::Double, 1, op, "uniform");
+  check(block_of, ScalarType::Int, 1, op, "block_of");
   check_sums(sums, op);
   check(pool, ScalarType::Long, 1, op, "pool");
   const Index index(mean, mean_scale, spread, code, code_scale, weight, bias, order, outliers, blocks, top, absolute, op);
   const int64_t batch = query.size(0), columns = query.size(1);
   require(columns == index.columns, op, ": query must have one column per feature, ", index.columns, ", got ", columns);
   require(exclude.numel() == batch && uniform.numel() == batch, op, ": exclude and uniform must be (batch,)");
+  require(block_of.numel() == index.layout.classes, op, ": block_of must have one block per class");
   require(sums.numel() == 2 * blocks, op, ": sums must be (2 · blocks,)");
   check_range<int64_t>(width, 1, kMostClasses, op, "width");
   check_range<int64_t>(number, 1, kMostClasses, op, "number");
@@ -254,8 +272,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> own_draw(
   const auto* query_data = query.const_data_ptr<float>();
   const auto* exclude_data = exclude.const_data_ptr<int64_t>();
   const auto* uniform_data = uniform.const_data_ptr<double>();
+  const auto* block_data = block_of.const_data_ptr<int32_t>();
   const auto* sum_data = sums.const_data_ptr<double>();
   const auto* pool_data = pool.const_data_ptr<int64_t>();
+  for (int64_t row = 0; row < batch; ++row) {
+    const int64_t block = exclude_data[row] < 0 ? -1 : block_data[exclude_data[row]];
+    require(-1 <= block && block < blocks, op, ": block_of must hold blocks in [-1, ", blocks, "), got ", block);
+  }
   auto* id_data = ids.mutable_data_ptr<int64_t>();
   auto* count_data = log_count.mutable_data_ptr<float>();
   auto* total_data = total.mutable_data_ptr<float>();
@@ -268,20 +291,41 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> own_draw(
     slots_from[at] = std::min(slots_from[at], slots_from[at + 1]);
   }
 
+  // Calls `use` for every slot of the pool that holds a position from `first` to before `last`.
+  const auto each_slot = [&](int64_t first, int64_t last, const auto& use) {
+    int64_t slot = slots_from[first / stretch];
+    while (slot < samples && pool_data[slot] < first) ++slot;
+    for (; slot < samples && pool_data[slot] < last; ++slot) use(slot);
+  };
   const auto rate = [&](int64_t block, int64_t size) {
     return std::min(1.0, pool_count(index.layout, sum_data, block, size, samples, share));
   };
-  torch::stable::parallel_for(0, batch, 4, [&](int64_t begin, int64_t end) {
+  const int64_t apart = (batch + kTried - 1) / kTried;
+  std::atomic<bool> all_flat{true};
+  const auto draw = [&](bool tried, int64_t begin, int64_t end) {
     Visit visit(index);
     std::vector<float> chance, of_pool;
-    for (int64_t row = begin; row < end; ++row) {
+    const bool searched = tried || !all_flat;
+    for (int64_t at = begin; at < end; ++at) {
+      if (!tried && at % apart == 0) continue;
+      const int64_t row = tried ? at * apart : at;
       const float* query_row = query_data + row * columns;
       std::fill(id_data + row * number, id_data + (row + 1) * number, 0);
       std::fill(count_data + row * number, count_data + (row + 1) * number, INFINITY);
       total_data[row] = NAN;
-      if (visit.flat(query_row, width, exclude_data[row], samples, sum_data + blocks, rate)) {
+      if (const int64_t target = exclude_data[row]; target >= 0) {
+        const int64_t block = block_data[target];
+        const int64_t first = block < 0 ? 0 : index.layout.border(block), last = index.layout.border(block + 1);
+        each_slot(first, last, [&](int64_t slot) {
+          if (index.order[pool_data[slot]] == target) hidden[row].push_back(slot);
+        });
+      }
+      if (!searched) {
+        visit.visit_outliers(query_row);
+      } else if (visit.flat(query_row, width, exclude_data[row], samples, sum_data + blocks, rate)) {
         visit.leave_blocks();
       } else {
+        all_flat = false;
         visit.find(query_row, width);
         visit.score_classes(query_row);
       }
@@ -298,7 +342,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> own_draw(
       std::vector<float>& e = visit.outputs;
       const float visited = largest > -INFINITY ? exp_sum(e.data(), count, largest) : 0.0f;
       if (visited > 0) visit.pruned.add(largest, visited);
-      total_data[row] = visit.pruned.value();
+      total_data[row] = searched ? visit.pruned.value() : 0.0f;
       if (visited == 0) continue;  // only the excluded class was visited
       chance.resize(count);
       choose(e.data(), of_pool.data(), count, number, visited, chance.data());
@@ -313,18 +357,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> own_draw(
         }
       }
       const auto hide = [&](int64_t first, int64_t last, int64_t start) {
-        int64_t slot = slots_from[first / stretch];
-        while (slot < samples && pool_data[slot] < first) ++slot;
-        for (; slot < samples && pool_data[slot] < last; ++slot) {
+        each_slot(first, last, [&](int64_t slot) {
           if (chance[start + pool_data[slot] - first] > 0) hidden[row].push_back(slot);
-        }
+        });
       };
       hide(0, outliers, 0);
       for (size_t i = 0; i < visit.beam.size(); ++i) {
         hide(visit.begins[i], visit.begins[i] + visit.starts[i + 1] - visit.starts[i], visit.starts[i]);
       }
     }
-  });
+  };
+  torch::stable::parallel_for(0, apart ? (batch + apart - 1) / apart : 0, 4,
+                              [&](int64_t begin, int64_t end) { draw(true, begin, end); });
+  torch::stable::parallel_for(0, apart > 1 ? batch : 0, 4, [&](int64_t begin, int64_t end) { draw(false, begin, end); });
   int64_t pairs = 0;
   for (const auto& slots : hidden) pairs += static_cast<int64_t>(slots.size());
   Tensor hidden_pairs = torch::stable::new_empty(query, {2, pairs}, ScalarType::Long);
@@ -399,8 +444,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> best_classes(const Tensor& query, con
 STABLE_TORCH_LIBRARY_FRAGMENT(manyclass, library) {
   library.def(
       "own_draw(Tensor query, Tensor exclude, Tensor uniform, Tensor mean, Tensor mean_scale, Tensor spread, Tensor code, "
-      "Tensor code_scale, Tensor weight, Tensor bias, Tensor order, Tensor sums, Tensor pool, int outliers, int blocks, int top, int width, int number, float share, "
-      "bool absolute) -> (Tensor, Tensor, Tensor, Tensor)");
+      "Tensor code_scale, Tensor weight, Tensor bias, Tensor order, Tensor block_of, Tensor sums, Tensor pool, "
+      "int outliers, int blocks, int top, int width, int number, float share, bool absolute) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
   library.def(
       "best_classes(Tensor query, Tensor mean, Tensor mean_scale, Tensor spread, Tensor code, Tensor code_scale, "
       "Tensor weight, Tensor bias, Tensor order, int outliers, "

@@ -20,7 +20,7 @@ from torch.testing import assert_close
 
 from manyclass import kernels, ops
 from manyclass.optim import rows as optimiser_rows
-from manyclass.samplers import KernelTree, codes, partition, pool, search, tree
+from manyclass.samplers import KernelTree, codes, own, partition, pool, search, tree
 
 F64, I64 = torch.float64, torch.int64
 Arguments = dict[str, Any]
@@ -194,7 +194,8 @@ def encode_(rng: random.Random) -> tuple[Arguments, Truth]:
 def searched(rng: random.Random) -> tuple[search.Index, Tensor, Arguments, Arguments]:
     index = blocks_of(rng)
     layout = index.partition
-    query = torch.randn(rng.randint(0, 6), layout.columns)
+    # More than `own.TRIED` examples, and flat ones, are searched in other ways.
+    query = torch.randn(rng.choice([rng.randint(0, 6), 40]), layout.columns) * rng.choice([1, 0.01])
     if index.bias is not None:
         query[:, -1] = 1  # where the offsets are
     tables = dict(zip(TABLES, index.native(), strict=True))
@@ -269,6 +270,7 @@ def own_draw(rng: random.Random) -> tuple[Arguments, Truth]:
         "exclude": exclude,
         "uniform": uniform,
         **tables,
+        "block_of": layout.block_of,
         "sums": layout.sums,
         "pool": position,
     }
@@ -278,14 +280,14 @@ def own_draw(rng: random.Random) -> tuple[Arguments, Truth]:
         def compute(factor: float) -> tuple[Tensor, ...]:
             # The last factor of the chances: some ids stay, but points between them move.
             shifted = (uniform + (factor - 1)).clamp(0, 1 - 2**-53)
-            own = search.own_draw(
+            found = own.own_draw(
                 index, nudged(index, query, factor), exclude, shifted, position, sizes["width"], number
             )
-            shown = torch.ones(batch, len(position)).index_put(tuple(own.hidden), torch.tensor(0.0))
+            shown = torch.ones(batch, len(position)).index_put(tuple(found.hidden), torch.tensor(0.0))
             return (
-                torch.cat([own.ids.double(), shown, (own.log_count == math.inf).double()], 1),
-                own.log_count,
-                own.log_total,
+                torch.cat([found.ids.double(), shown, (found.log_count == math.inf).double()], 1),
+                found.log_count,
+                found.log_total,
             )
 
         if layout.num_classes == 1 and bool((exclude == 0).any()):

@@ -29,7 +29,8 @@ DTYPES = {
         "spread": (F32, 1), "nodes": (I64, 1),
     },
     "own_draw": {
-        "query": (F32, 2), "exclude": (I64, 1), "uniform": (F64, 1), **TABLES, "sums": (F64, 1), "pool": (I64, 1),
+        "query": (F32, 2), "exclude": (I64, 1), "uniform": (F64, 1), **TABLES, "block_of": (I32, 1), "sums": (F64, 1),
+        "pool": (I64, 1),
     },
     "best_classes": {"query": (F32, 2), **TABLES},
     "sampled_loss_": {
@@ -175,8 +176,8 @@ def node_shares(query, cutoff, log_total, mean, mean_scale, spread, nodes, size,
 
 
 def own_draw(
-    query, exclude, uniform, mean, mean_scale, spread, code, code_scale, weight, bias, order, sums, pool, outliers,
-    blocks, top, width, number, share, absolute,
+    query, exclude, uniform, mean, mean_scale, spread, code, code_scale, weight, bias, order, block_of, sums, pool,
+    outliers, blocks, top, width, number, share, absolute,
 ):  # fmt: skip
     n = len(order)
     return (
@@ -185,12 +186,14 @@ def own_draw(
         and inside(order[:outliers], 0, n)
         and query.shape[1] == weight.shape[1] + (len(bias) > 0)
         and len(exclude) == len(uniform) == len(query)
+        and len(block_of) == n
         and len(sums) == 2 * blocks
         and tree_of_sums(sums)
         and 1 <= width <= MOST
         and 1 <= number <= MOST
         and 0 <= share <= 1
         and inside(exclude, -1, n)
+        and inside(block_of[exclude[exclude >= 0]], -1, blocks)
         and inside(pool, 0, n)
         and pool.tolist() == sorted(pool.tolist())
         and unit(uniform)

@@ -113,6 +113,25 @@ def test_a_flat_softmax_needs_no_own_negatives(backend):
     check_counts(sampler, query, target, 40, 1500 if backend == "native" else 300)
 
 
+def test_a_batch_of_flat_examples_is_hardly_searched(backend):
+    """Of 100 examples every fourth is tried. If all of these are flat, no other example draws from blocks."""
+    sampler, (query, target) = trained(), batch(100)
+    query *= 1e-3
+    query[6] = batch(1)[0] * 3
+    assert not own_inside(sampler, query, 40).any()
+    assert own_inside(sampler, query[4:8], 40).tolist() == [False, False, True, False]
+    check_counts(sampler, query[:40], target[:40], 40, 1500 if backend == "native" else 100)
+    query[8] = query[6]
+    assert own_inside(sampler, query, 40).nonzero().flatten().tolist() == [6, 8]
+    query[7] = math.nan
+    with pytest.raises(ValueError, match="masses of the blocks are not finite"):
+        sampler.draw(query, 40)
+    query[6:9] = 0.0
+    query[7] = math.nan
+    with pytest.raises(ValueError, match="masses of the blocks are not finite"):
+        sampler.draw(query, 40)
+
+
 def test_a_visit_of_all_blocks_keeps_its_own_negatives(backend):
     """It has no error, even where stale spreads make the softmax look flat."""
     sampler, query = trained(own=N, probe=N), torch.ones(2, D)
@@ -642,7 +661,7 @@ def test_opcheck():
     uniform = torch.rand(3, dtype=torch.float64)
     position, _ = pool.pool_draw(tree, uniform[:1], 40)
     native = torch.ops.manyclass
-    own = (query, target, uniform, *index.native(), tree.sums, position, *index.sizes(), 5, 6, 0.5, False)
+    own = (query, target, uniform, *index.native(), tree.block_of, tree.sums, position, *index.sizes(), 5, 6, 0.5, False)
     best = (query, *index.native(), *index.sizes(), 5, 6, False)
     torch.library.opcheck(native.own_draw.default, own)
     torch.library.opcheck(native.best_classes.default, best)

@@ -104,8 +104,8 @@ if _NATIVE:
         return query.new_empty(len(nodes))
 
     @torch.library.register_fake("manyclass::own_draw")
-    def _(query, exclude, uniform, mean, mean_scale, spread, code, code_scale, weight, bias, order, sums, pool, *sizes):
-        slots = (len(query), sizes[4])
+    def _(query, exclude, uniform, mean, mean_scale, spread, code, code_scale, weight, bias, order, block_of, *rest):
+        slots = (len(query), rest[6])
         pairs = torch.library.get_ctx().new_dynamic_size()
         ids, hidden = query.new_empty(slots, dtype=torch.long), query.new_empty(2, pairs, dtype=torch.long)
         return ids, query.new_empty(slots), hidden, query.new_empty(len(query))

@@ -11,12 +11,13 @@ from ..counters import Counters
 from .base import Incremental, Sampler
 from .codes import Codes, encode
 from .description import options as declared
-from .draw import Best, Draw, Part, either_hidden
+from .draw import Best, Draw, Part
 from .line import Line
 from .partition import Partition
-from .pool import pool_draw, pool_slots
+from .pool import pool_draw
 from .recent import NEW, Recent
-from .search import Index, best_classes, own_draw
+from .own import own_draw
+from .search import Index, best_classes
 
 # The first new tree begins after this many updates. Each later one begins when the updates have grown by a quarter,
 # since embeddings move most at the start.
@@ -179,13 +180,8 @@ class Blocks(Counters, Incremental):
         extended = self._extended(query, self.recent.query)
         width = min(self.probe, self.partition.blocks)
         own = own_draw(self._index(), extended, exclude, uniform[1:], position, width, self.own)
-        shared, hidden = Draw.shared(pool, pool_log_count.to(dtype), shape, None), own.hidden
-        if exclude is not None:
-            hidden = either_hidden(hidden, pool_slots(self.partition, position, pool, exclude))
-        own_shape = (*shape, self.own)
-        return shared._replace(
-            ids=own.ids.reshape(own_shape), log_count=own.log_count.to(dtype).reshape(own_shape), hidden=hidden
-        )
+        ids, log_count = (part.reshape((*shape, self.own)) for part in own[:2])
+        return Draw(ids, log_count.to(dtype), pool, pool_log_count.to(dtype), own.hidden)
 
     def search(self, query: Tensor, k: int, probe: int) -> Best:
         """Find the ``k`` classes with the largest outputs in the ``probe`` best blocks of each query.
