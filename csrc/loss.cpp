@@ -145,22 +145,31 @@ void sort_with_positions(std::vector<int64_t>& keys, std::vector<int64_t>& posit
 }
 
 // Gradients of the class weights, each row once.
-// classes: (batch, slots), −1 for none   slopes: derivatives by their logits; a slot without a slope needs no row
-// pool: (shared,)   pool_values: (shared, columns), gradients of its rows, and of the bias, pool_bias_values (shared,)
-// -> rows, sorted (rows,), their gradients (rows, columns), and those of the bias (rows, 1)
-std::tuple<Tensor, Tensor, Tensor> row_gradients(const Tensor& query, const Tensor& classes, const Tensor& slopes,
-                                                 const Tensor& pool, const Tensor& pool_values,
-                                                 const Tensor& pool_bias_values, int64_t num_classes) {
+// slopes: (batch, slots), derivatives by the logits of `classes`; a slot without a slope needs no row
+// classes: (batch, slots), −1 for none, the positive first   log_count: (batch, slots − 1), of the others
+// pool, pool_log_count: (shared,)   pool_values: (shared, columns), gradients of its rows, and of the bias,
+// pool_bias_values (shared,)
+// -> rows, sorted (rows,), their gradients (rows, columns), those of the bias (rows, 1), and how many times too large the
+//    squared lengths of the gradients are, since classes were drawn (rows,); see importance.py
+std::tuple<Tensor, Tensor, Tensor, Tensor> row_gradients(const Tensor& query, const Tensor& slopes, const Tensor& classes,
+                                                         const Tensor& log_count, const Tensor& pool,
+                                                         const Tensor& pool_log_count, const Tensor& pool_values,
+                                                         const Tensor& pool_bias_values, int64_t num_classes) {
   const char* op = "row_gradients";
   check(query, ScalarType::Float, 2, op, "query");
   check(classes, ScalarType::Long, 2, op, "classes");
   check(slopes, ScalarType::Float, 2, op, "slopes");
+  check(log_count, ScalarType::Float, 2, op, "log_count");
   check(pool, ScalarType::Long, 1, op, "pool");
+  check(pool_log_count, ScalarType::Float, 1, op, "pool_log_count");
   check(pool_values, ScalarType::Float, 2, op, "pool_values");
   check(pool_bias_values, ScalarType::Float, 1, op, "pool_bias_values");
   const int64_t batch = query.size(0), columns = query.size(1), slots = classes.size(1), shared = pool.numel();
   require(classes.size(0) == batch && slopes.size(0) == batch && slopes.size(1) == slots, op,
           ": classes and slopes must be (batch, slots)");
+  require(slots > 0 && log_count.size(0) == batch && log_count.size(1) == slots - 1, op,
+          ": log_count must be (batch, slots - 1)");
+  require(pool_log_count.numel() == shared, op, ": pool_log_count must have one number per class of the pool");
   require(pool_values.size(0) == shared && pool_values.size(1) == columns && pool_bias_values.numel() == shared, op,
           ": pool_values must be (pool, columns) and pool_bias_values (pool,)");
   check_range<int64_t>(num_classes, 1, kMostClasses, op, "num_classes");
@@ -170,6 +179,8 @@ std::tuple<Tensor, Tensor, Tensor> row_gradients(const Tensor& query, const Tens
   const auto* class_data = classes.const_data_ptr<int64_t>();
   const auto* pool_data = pool.const_data_ptr<int64_t>();
   const auto* slope_data = slopes.const_data_ptr<float>();
+  const auto* count_data = log_count.const_data_ptr<float>();
+  const auto* pool_count_data = pool_log_count.const_data_ptr<float>();
   std::vector<int64_t> keys, positions, starts;  // positions from batch · slots on are those of the pool
   keys.reserve(classes.numel() + shared), positions.reserve(classes.numel() + shared);
   for (int64_t i = 0; i < classes.numel(); ++i) {
@@ -186,12 +197,21 @@ std::tuple<Tensor, Tensor, Tensor> row_gradients(const Tensor& query, const Tens
   Tensor row_ids = torch::stable::new_empty(classes, {rows});
   Tensor values = torch::stable::new_empty(query, {rows, columns});
   Tensor bias_values = torch::stable::new_empty(query, {rows, 1});
+  Tensor excess = torch::stable::new_empty(query, {rows});
   const auto* query_data = query.const_data_ptr<float>();
   const auto* pool_value_data = pool_values.const_data_ptr<float>();
   const auto* pool_bias_data = pool_bias_values.const_data_ptr<float>();
   auto* row_data = row_ids.mutable_data_ptr<int64_t>();
   auto* value_data = values.mutable_data_ptr<float>();
   auto* bias_data = bias_values.mutable_data_ptr<float>();
+  auto* excess_data = excess.mutable_data_ptr<float>();
+  const auto square_of = [&](const float* row) {
+    float square;
+    dots(row, row, 1, columns, &square);
+    return square;
+  };
+  std::vector<float> norms(batch);
+  for (int64_t i = 0; i < batch; ++i) norms[i] = square_of(query_data + i * columns);
   // A row belongs to one thread and its examples are in order, so the sum does not depend on the number of threads.
   torch::stable::parallel_for(0, rows, 64, [&](int64_t begin, int64_t end) {
     std::vector<int64_t> examples;
@@ -199,24 +219,38 @@ std::tuple<Tensor, Tensor, Tensor> row_gradients(const Tensor& query, const Tens
     for (int64_t row = begin; row < end; ++row) {
       examples.clear(), factors.clear();
       float total = 0;
+      // Squared lengths of the gradients of all draws, and these times the probabilities.
+      float drawn = 0, right = 0;
+      const auto add_draw = [&](float square, float chance) { drawn += square, right += square * std::min(chance, 1.0f); };
       int64_t i = starts[row];
       for (; i < starts[row + 1] && positions[i] < classes.numel(); ++i) {
         examples.push_back(positions[i] / slots);
         factors.push_back(slope_data[positions[i]]);
         total += factors.back();
+        const int64_t example = examples.back(), slot = positions[i] % slots;
+        if (slot == 0) continue;  // a positive is not drawn
+        const float chance = std::exp(count_data[example * (slots - 1) + slot - 1]);
+        add_draw(factors.back() * factors.back() * norms[example], chance);
       }
       row_data[row] = keys[starts[row]];
       float* out = value_data + row * columns;
       combine_at(query_data, examples.data(), factors.data(), static_cast<int64_t>(examples.size()), columns, out);
+      float length = 0, weight = 0;  // of the slots of the pool, whose gradients are the same
       for (; i < starts[row + 1]; ++i) {
         const int64_t slot = positions[i] - classes.numel();
-        add_row(pool_value_data + slot * columns, columns, out);
+        const float* value = pool_value_data + slot * columns;
+        length += std::sqrt(square_of(value)), weight += std::exp(-pool_count_data[slot]);
+        add_row(value, columns, out);
         total += pool_bias_data[slot];
       }
       bias_data[row] = total;
+      if (weight > 0) add_draw(length * length, 1 / weight);
+      // Of a row with a single draw nothing else is left; cancelling draws of others must not leave less.
+      const float square = square_of(out), wanted = std::max(square - drawn + right, right);
+      excess_data[row] = wanted < square ? square / wanted : 1.0f;
     }
   });
-  return {row_ids, values, bias_values};
+  return {row_ids, values, bias_values, excess};
 }
 
 }  // namespace
@@ -226,8 +260,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(manyclass, library) {
       "sampled_loss_(Tensor(a!) logits, Tensor query, Tensor weight, Tensor bias, Tensor classes, Tensor log_count, "
       "Tensor pool_log_count, Tensor hidden, bool absolute) -> (Tensor, Tensor, Tensor, Tensor)");
   library.def(
-      "row_gradients(Tensor query, Tensor classes, Tensor slopes, Tensor pool, Tensor pool_values, "
-      "Tensor pool_bias_values, int num_classes) -> (Tensor, Tensor, Tensor)");
+      "row_gradients(Tensor query, Tensor slopes, Tensor classes, Tensor log_count, Tensor pool, Tensor pool_log_count, "
+      "Tensor pool_values, Tensor pool_bias_values, int num_classes) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(manyclass, CPU, library) {

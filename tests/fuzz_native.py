@@ -18,7 +18,7 @@ from fuzz_spoil import spoil
 from torch import Tensor
 from torch.testing import assert_close
 
-from manyclass import kernels, ops
+from manyclass import importance, kernels, ops
 from manyclass.optim import rows as optimiser_rows
 from manyclass.samplers import KernelTree, codes, own, partition, pool, search, tree
 
@@ -352,12 +352,14 @@ def sampled_loss_(rng: random.Random) -> tuple[Arguments, Truth]:
 
 def row_gradients(rng: random.Random) -> tuple[Arguments, Truth]:
     batch, n, columns = rng.randint(0, 6), rng.choice([1, 7, 3000, 10**6]), rng.randint(1, 20)
-    slots, shared = rng.randint(0, 12), rng.randint(0, 12)
+    slots, shared = rng.randint(1, 12), rng.randint(0, 12)
     arguments = {
         "query": torch.randn(batch, columns),
-        "classes": torch.randint(-1, n, (batch, slots)),
         "slopes": torch.randn(batch, slots) * (torch.rand(batch, slots) < 0.8),
+        "classes": torch.randint(-1, n, (batch, slots)),
+        "log_count": 3 * torch.randn(batch, slots - 1),
         "pool": torch.randint(n, (shared,)),
+        "pool_log_count": 3 * torch.randn(shared),
         "pool_values": torch.randn(shared, columns),
         "pool_bias_values": torch.randn(shared),
         "num_classes": n,
@@ -376,6 +378,14 @@ def row_gradients(rng: random.Random) -> tuple[Arguments, Truth]:
         for mine, parts in ((results[1], values), (results[2], biases)):
             expected = torch.zeros(len(rows), parts.shape[1], dtype=F64).index_add(0, place, parts)
             assert_close(mine.double(), expected, rtol=1e-4, atol=1e-4)
+        sums = torch.zeros(len(rows), columns, dtype=F64).index_add(0, place, values)
+        counts = torch.cat([torch.zeros(batch, 1), arguments["log_count"]], 1)[real]
+        (own, pool), (parts, shared_parts) = (value.split([len(slot), shared]) for value in (place, values))
+        drawn = (own[slot > 0], parts.square().sum(1)[slot > 0], counts[slot > 0].double())
+        excess = importance.excess_of(
+            sums, drawn, (pool, shared_parts.norm(dim=1), arguments["pool_log_count"].double())
+        )
+        assert_close(1 / results[3].double(), 1 / excess, rtol=1e-2, atol=1e-3)
 
     return arguments, truth
 

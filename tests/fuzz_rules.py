@@ -38,8 +38,8 @@ DTYPES = {
         "log_count": (F32, 2), "pool_log_count": (F32, 1), "hidden": (I64, 2),
     },
     "row_gradients": {
-        "query": (F32, 2), "classes": (I64, 2), "slopes": (F32, 2), "pool": (I64, 1), "pool_values": (F32, 2),
-        "pool_bias_values": (F32, 1),
+        "query": (F32, 2), "slopes": (F32, 2), "classes": (I64, 2), "log_count": (F32, 2), "pool": (I64, 1),
+        "pool_log_count": (F32, 1), "pool_values": (F32, 2), "pool_bias_values": (F32, 1),
     },
     "tree_draw": {
         "features": (F32, 2), "query": (F32, 2), "top": (F32, 2), "sums": (F32, 2), "weight": (F32, 2),
@@ -228,10 +228,14 @@ def sampled_loss_(logits, query, weight, bias, classes, log_count, pool_log_coun
     )
 
 
-def row_gradients(query, classes, slopes, pool, pool_values, pool_bias_values, num_classes):
+def row_gradients(
+    query, slopes, classes, log_count, pool, pool_log_count, pool_values, pool_bias_values, num_classes
+):  # fmt: skip
     return (
         len(classes) == len(query)
         and slopes.shape == classes.shape
+        and log_count.shape == (len(query), classes.shape[1] - 1)
+        and len(pool_log_count) == len(pool)
         and pool_values.shape == (len(pool), query.shape[1])
         and len(pool_bias_values) == len(pool)
         and 1 <= num_classes <= MOST

@@ -176,14 +176,14 @@ def test_opcheck():
     counts = (draw.log_count, draw.pool_log_count, draw.hidden)
     native, tables = torch.ops.manyclass, (query, weight, offsets.flatten())
     torch.library.opcheck(native.sampled_loss_.default, (torch.randn(4, 7), *tables, classes, *counts, True))
-    rows = (draw.pool, torch.randn(7, 5), torch.randn(7), 30)
-    torch.library.opcheck(native.row_gradients.default, (query, classes, torch.rand(4, 7), *rows))
+    rows = (draw.log_count, draw.pool, draw.pool_log_count, torch.randn(7, 5), torch.randn(7), 30)
+    torch.library.opcheck(native.row_gradients.default, (query, torch.rand(4, 7), classes, *rows))
     for bad in (-2, 30):
         wrong = torch.full_like(classes, bad)
         with pytest.raises(ValueError, match=r"classes must be in \[-1, 30\)"):
             native.sampled_loss_(torch.randn(4, 7), *tables, wrong, *counts, False)
         with pytest.raises(ValueError, match=r"classes must be in \[-1, 30\)"):
-            native.row_gradients(query, wrong, torch.rand(4, 7), *rows)
+            native.row_gradients(query, torch.rand(4, 7), wrong, *rows)
     with pytest.raises(ValueError, match=r"hidden must hold examples and slots of the pool, got \(0, 7\)"):
         native.sampled_loss_(torch.randn(4, 7), *tables, classes, *counts[:2], torch.tensor([[0], [7]]), False)
 

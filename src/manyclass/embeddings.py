@@ -12,6 +12,7 @@ from . import checks, functional, fused, positives
 from .cosine import Cosine
 from .encoded import Cache, encode, evaluating, renumber
 from .fused import Exchange
+from .importance import Note
 from .samplers import Draw
 from .shard import Shard, Tables
 
@@ -146,15 +147,16 @@ class ClassEmbeddings(nn.Module):
         return self._tables()
 
     def _scored(
-        self, query: Tensor, target: Tensor, draw: Draw, exchange: Exchange, encode: bool
+        self, query: Tensor, target: Tensor, draw: Draw, exchange: Exchange, encode: bool, note: Note | None
     ) -> tuple[Tensor, Tensor]:
         """Compute `fused.sampled_loss` with present embeddings, or from `weight` without ``encode``.
 
-        Each class of the step is encoded once. Target ``(batch,)`` or ``(batch, k)``.
+        Each class of the step is encoded once. Target ``(batch,)`` or ``(batch, k)``. ``note`` is called only for a
+        plain table and one target per example.
         """
         margin, plain = self._margin(), self.cache is None or not encode
         if target.dim() == 1 and margin is None and plain:
-            options = {"prediction": self.prediction, "sparse": self.sparse, "exchange": exchange}
+            options = {"prediction": self.prediction, "sparse": self.sparse, "exchange": exchange, "note": note}
             return fused.sampled_loss(query, *self._tables(), target, draw, **options)
         rows, target, draw = renumber(target, draw)
         weight, offsets = self._made(rows, exchange) if encode else self.weight[rows], self._offsets()

@@ -1,6 +1,7 @@
 """The sampled step: losses of examples with their negatives, and gradients of the rows that were drawn."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import functional, ops
+from .importance import Note, Squares
 from .samplers.draw import Draw
 from .untraced import untraced
 
@@ -28,20 +30,20 @@ def sampled_loss(
     prediction: str,
     sparse: bool | None,
     exchange: Exchange | None = None,
+    note: Note | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `functional.sampled_softmax_loss` of each example and the output of its positive, both ``(batch,)``.
 
     An example without a positive has the output 0, and its loss is the log-sum-exp of its corrected negatives: one
     shard's part of a loss. With ``sparse=True`` the gradients of ``weight`` and ``bias`` are coalesced sparse tensors
     of the drawn rows. None says that the tables hold the classes of this step only. On the CPU in float32 a native
-    kernel reads the rows in place. Elsewhere they are gathered.
+    kernel reads the rows in place. Elsewhere they are gathered. ``note`` needs a ``sparse`` that is not None.
     """
     if not ops.native_for(query, weight):
-        return reference_loss(
-            query, weight, bias, target, draw, prediction=prediction, sparse=sparse, exchange=exchange
-        )
+        options = {"prediction": prediction, "sparse": sparse, "exchange": exchange, "note": note}
+        return reference_loss(query, weight, bias, target, draw, **options)
     classes = torch.cat([target.unsqueeze(-1), draw.ids], dim=-1)
-    arguments = (query, weight, bias, classes, *draw[1:], prediction == "absolute", sparse, exchange)
+    arguments = (query, weight, bias, classes, *draw[1:], prediction == "absolute", sparse, exchange, note)
     return cast(tuple[Tensor, Tensor], _Native.apply(*arguments))
 
 
@@ -55,9 +57,10 @@ def reference_loss(
     prediction: str,
     sparse: bool | None,
     exchange: Exchange | None = None,
+    note: Note | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `sampled_loss` in plain PyTorch."""
-    options = {"prediction": prediction, "sparse": sparse, "exchange": exchange}
+    options = {"prediction": prediction, "sparse": sparse, "exchange": exchange, "note": note}
     positive, negative, log_count = gathered_outputs(query, weight, bias, target, draw, **options)
     rest = negative - log_count
     rest = torch.cat([rest, rest.new_full((len(rest), 1), -EMPTY)], dim=-1).logsumexp(dim=-1)
@@ -77,6 +80,7 @@ def gathered_outputs(
     prediction: str,
     sparse: bool | None,
     exchange: Exchange | None = None,
+    note: Note | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return outputs of positives ``(batch,)`` and negatives ``(batch, own + pool)``, and log-counts of negatives.
 
@@ -86,7 +90,7 @@ def gathered_outputs(
     here, classes = target >= 0, torch.cat([draw.ids.flatten(), draw.pool])
     # An example without a positive points to a row that is read anyway, and gives it no gradient.
     known = torch.where(here, target, classes[0]) if len(classes) else target.clamp(min=0)
-    place = torch.cat([known, classes])
+    rows = place = torch.cat([known, classes])
     if sparse is not None:
         rows, place = torch.unique(place, return_inverse=True)
         weight = select_rows(weight, rows, sparse, exchange)
@@ -96,7 +100,13 @@ def gathered_outputs(
     drawn = weight.to(query.dtype)
     positive = (query * F.embedding(positives, drawn)).sum(dim=-1)
     each = torch.einsum("bd,bkd->bk", query, F.embedding(own, drawn))
-    shared = query @ F.embedding(pool, drawn).T
+    pooled = F.embedding(pool, drawn)
+    shared = query @ pooled.T
+    if note is not None and weight.requires_grad:
+        squares = Squares(note, rows, own, pool, draw)
+        each.register_hook(partial(squares.of_own, query.detach()))
+        pooled.register_hook(squares.of_pool)
+        weight.register_hook(squares.of_rows)
     if bias is not None:
         offsets = bias.to(query.dtype).squeeze(-1)
         positive, each, shared = positive + offsets[positives], each + offsets[own], shared + offsets[pool]
@@ -138,6 +148,7 @@ class _Native(torch.autograd.Function):
         absolute: bool,
         sparse: bool | None,
         exchange: Exchange | None,
+        note: Note | None,
     ) -> tuple[Tensor, Tensor]:
         query, offsets = query.contiguous(), query.new_empty(0) if bias is None else bias.flatten()
         drawn = weight[pool]
@@ -156,14 +167,15 @@ class _Native(torch.autograd.Function):
         if absolute:
             logit = (query * positives).sum(dim=-1)
             sign *= (logit if bias is None else logit + offsets[target]).sign()
-        ctx.save_for_backward(query, classes, pool, drawn, logits, slopes, query_slopes, positives, sign)
-        ctx.weight, ctx.bias, ctx.sparse, ctx.exchange = weight, bias, sparse, exchange
+        draws = (classes, log_count, pool, pool_log_count)
+        ctx.save_for_backward(query, *draws, drawn, logits, slopes, query_slopes, positives, sign)
+        ctx.weight, ctx.bias, ctx.sparse, ctx.exchange, ctx.note = weight, bias, sparse, exchange, note
         return loss, positive
 
     @staticmethod
     @_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        query, classes, pool, drawn, logits, slopes, query_slopes, positives, sign = ctx.saved_tensors
+        query, *draws, drawn, logits, slopes, query_slopes, positives, sign = ctx.saved_tensors
         grad, of_positive = grads[0].unsqueeze(-1), grads[1] * sign
         slopes = slopes * grad
         slopes[:, 0] += of_positive
@@ -173,14 +185,16 @@ class _Native(torch.autograd.Function):
             query_grad = (logits @ drawn).add_(query_slopes).mul_(grad).addcmul_(of_positive.unsqueeze(-1), positives)
         if of_weight or of_bias:
             pool_grads = logits.T @ (grad * query), (logits.T @ grad).squeeze(-1)
-            rows, values, bias_values = torch.ops.manyclass.row_gradients(
-                query, classes, slopes, pool, *pool_grads, len(ctx.weight)
+            rows, values, bias_values, excess = torch.ops.manyclass.row_gradients(
+                query, slopes, *draws, *pool_grads, len(ctx.weight)
             )
+            if ctx.note is not None:
+                ctx.note(rows, excess)
             if of_weight:
                 weight_grad = _row_gradient(ctx.weight, rows, values, ctx.sparse, ctx.exchange)
             if of_bias:
                 bias_grad = _row_gradient(ctx.bias, rows, bias_values, ctx.sparse, ctx.exchange)
-        return query_grad, weight_grad, bias_grad, *[None] * 8
+        return query_grad, weight_grad, bias_grad, *[None] * 9
 
 
 class _SelectRows(torch.autograd.Function):

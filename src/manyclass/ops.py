@@ -115,9 +115,10 @@ if _NATIVE:
         return uniform.new_empty(samples, dtype=torch.long), uniform.new_empty(samples)
 
     @torch.library.register_fake("manyclass::row_gradients")
-    def _(query, classes, slopes, pool, pool_values, pool_bias_values, num_classes):
+    def _(query, slopes, classes, *rest):
         rows = torch.library.get_ctx().new_dynamic_size()
-        return classes.new_empty(rows), query.new_empty(rows, query.shape[1]), query.new_empty(rows, 1)
+        values = query.new_empty(rows, query.shape[1])
+        return classes.new_empty(rows), values, query.new_empty(rows, 1), query.new_empty(rows)
 
     @torch.library.register_fake("manyclass::sampled_loss_")
     def _(logits, query, weight, bias, classes, log_count, pool_log_count, hidden, absolute):

@@ -171,9 +171,9 @@ class SampledSoftmax(Counters, Resumable):
             if observe:
                 self.sampler.observe(seen.query)
                 self.monitor.sampled()
-        loss, positive = self._scored(examples.query, examples.target, draw, self._exchange, encode)
-        if encode and self.sparse and self.shard.sole_source():
-            importance.watch(loss, [self.embedding, self.bias_embedding], draw)
+        noted = encode and self.sparse and self.shard.sole_source()
+        note = importance.noting([self.embedding, self.bias_embedding]) if noted else None
+        loss, positive = self._scored(examples.query, examples.target, draw, self._exchange, encode, note)
         return self.shard.combine(loss, positive, examples.rows)
 
     def _exchange(self, rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -82,9 +82,9 @@ class Rows(Optimizer):
         else:
             lazy.open_step(state, update)
             missed = lazy.catch_up(state, rows, update, parameter)
-        weights = None if self._second is None else importance.weights(parameter.grad, rows)
-        if weights is not None:
-            missed[:, 4] = 1 / weights
+        excess = None if self._second is None or parameter.grad is None else importance.read(parameter.grad, rows)
+        if excess is not None:
+            missed[:, 4] = 1 / excess
         update_rows_(*self._tables(parameter), rows, -grad if group["maximize"] else grad, missed, update)
         if not complete:
             lazy.close_step(state, update)

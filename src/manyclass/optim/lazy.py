@@ -45,7 +45,8 @@ def catch_up(state: dict[str, Any], rows: Tensor, update: RowUpdate, like: Tenso
     log_decay, carried = history[:, last]
     elapsed = (step - last).double()
     decays = [decay**elapsed for decay in (update.decay1, update.decay2)]
-    missed = torch.stack([(history[0, step] - log_decay).exp(), carried * update.root, *decays, torch.ones_like(carried)], dim=1)
+    scale, share = (history[0, step] - log_decay).exp(), torch.ones_like(carried)
+    missed = torch.stack([scale, carried * update.root, *decays, share], dim=1)
     missed[:, 2:].masked_fill_(missed[:, 2:] < SMALLEST, 0.0)
     state[ROW_STEP][rows] = step
     return missed.to(like.dtype)

@@ -13,10 +13,10 @@ from .codes import Codes, encode
 from .description import options as declared
 from .draw import Best, Draw, Part
 from .line import Line
+from .own import own_draw
 from .partition import Partition
 from .pool import pool_draw
 from .recent import NEW, Recent
-from .own import own_draw
 from .search import Index, best_classes
 
 # The first new tree begins after this many updates. Each later one begins when the updates have grown by a quarter,

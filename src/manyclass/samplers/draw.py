@@ -49,12 +49,6 @@ class Draw(NamedTuple):
         mask[tuple(self.hidden)] = True
         return mask
 
-    def hidden_slots(self) -> Tensor:
-        """Return whether a slot of the pool is empty for some example, shape ``(m,)``, bool."""
-        if self.hidden.dtype == torch.bool:
-            return self.hidden.any(dim=0)
-        return torch.zeros_like(self.pool, dtype=torch.bool).index_fill(0, self.hidden[1], True)
-
     def classes(self) -> Tensor:
         """Return all classes that were drawn, shape ``(number,)``, some of them several times."""
         return torch.cat([self.ids[self.log_count < math.inf], self.pool])
