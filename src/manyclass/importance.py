@@ -91,6 +91,8 @@ def excess_of(
 class Squares:
     """Squared lengths of the gradients of single draws, which hooks collect in a backward pass without native code.
 
+    A gradient may be None, which means 0.
+
     Args:
         note: called with the excess of all ``rows``.
         rows: ascending, that get a gradient.
@@ -104,16 +106,20 @@ class Squares:
         self.own, self.pool = own, pool
         self.squares, self.lengths = torch.zeros_like(draw.log_count), torch.zeros_like(draw.pool_log_count)
 
-    def of_own(self, query: Tensor, slopes: Tensor) -> None:
+    def of_own(self, query: Tensor, slopes: Tensor | None) -> None:
         """Take the derivatives by the logits of own negatives, shape ``(batch, own)``."""
-        self.squares = slopes.square() * query.square().sum(dim=-1, keepdim=True)
+        if slopes is not None:
+            self.squares = slopes.square() * query.square().sum(dim=-1, keepdim=True)
 
-    def of_pool(self, values: Tensor) -> None:
+    def of_pool(self, values: Tensor | None) -> None:
         """Take the gradients of the rows of the pool, shape ``(pool, in_features)``."""
-        self.lengths = torch.linalg.vector_norm(values, dim=-1)
+        if values is not None:
+            self.lengths = torch.linalg.vector_norm(values, dim=-1)
 
-    def of_rows(self, values: Tensor) -> None:
+    def of_rows(self, values: Tensor | None) -> None:
         """Take the gradients of all rows, the last of the three."""
+        if values is None:
+            return
         own = (self.own.flatten(), self.squares.flatten(), self.draw.log_count.flatten())
         pool = (self.pool, self.lengths, self.draw.pool_log_count)
         self.note(self.rows, excess_of(values, own, pool))
