@@ -149,7 +149,7 @@ void sort_with_positions(std::vector<int64_t>& keys, std::vector<int64_t>& posit
 // classes: (batch, slots), −1 for none, the positive first   log_count: (batch, slots − 1), of the others
 // pool, pool_log_count: (shared,)   pool_values: (shared, columns), gradients of its rows, and of the bias,
 // pool_bias_values (shared,)
-// -> rows, sorted (rows,), their gradients (rows, columns), those of the bias (rows, 1), and how many times too large the
+// -> rows, sorted (rows,), their gradients (rows, columns), those of the bias (rows,), and how many times too large the
 //    squared lengths of the gradients are, since classes were drawn (rows,); see importance.py
 std::tuple<Tensor, Tensor, Tensor, Tensor> row_gradients(const Tensor& query, const Tensor& slopes, const Tensor& classes,
                                                          const Tensor& log_count, const Tensor& pool,
@@ -196,7 +196,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_gradients(const Tensor& query, co
 
   Tensor row_ids = torch::stable::new_empty(classes, {rows});
   Tensor values = torch::stable::new_empty(query, {rows, columns});
-  Tensor bias_values = torch::stable::new_empty(query, {rows, 1});
+  Tensor bias_values = torch::stable::new_empty(query, {rows});
   Tensor excess = torch::stable::new_empty(query, {rows});
   const auto* query_data = query.const_data_ptr<float>();
   const auto* pool_value_data = pool_values.const_data_ptr<float>();

@@ -375,7 +375,7 @@ def row_gradients(rng: random.Random) -> tuple[Arguments, Truth]:
         values = torch.cat([query[example] * each, arguments["pool_values"].double()])
         biases = torch.cat([each, arguments["pool_bias_values"].double().unsqueeze(-1)])
         assert torch.equal(results[0], rows)
-        for mine, parts in ((results[1], values), (results[2], biases)):
+        for mine, parts in ((results[1], values), (results[2].unsqueeze(-1), biases)):
             expected = torch.zeros(len(rows), parts.shape[1], dtype=F64).index_add(0, place, parts)
             assert_close(mine.double(), expected, rtol=1e-4, atol=1e-4)
         sums = torch.zeros(len(rows), columns, dtype=F64).index_add(0, place, values)

@@ -19,7 +19,7 @@ def problem(batch, n, d, own, shared, bias, seed=0, dtype=torch.float32):
         return torch.randn(*shape, generator=generator, dtype=dtype)
 
     query, weight = normal(batch, d).requires_grad_(), normal(n, d).requires_grad_()
-    offsets = normal(n, 1).requires_grad_() if bias else None
+    offsets = normal(n).requires_grad_() if bias else None
     target = torch.randint(-1 if seed % 2 else 0, n, (batch,), generator=generator)
     log_count, pool_log_count = normal(batch, own), normal(shared)
     log_count[torch.rand(batch, own, generator=generator) < 0.1] = math.inf
@@ -30,7 +30,7 @@ def problem(batch, n, d, own, shared, bias, seed=0, dtype=torch.float32):
 
 def formula(query, weight, offsets, target, draw, prediction):
     """The loss and the positive's output from the logits of all classes, example by example."""
-    logits = query @ weight.T + (0 if offsets is None else offsets.T)
+    logits = query @ weight.T + (0 if offsets is None else offsets)
     outputs = functional.output(logits, prediction)
     losses, positives = [], []
     for row in range(len(query)):
@@ -174,7 +174,7 @@ def test_opcheck():
     target, draw = arguments[3:]
     classes = torch.cat([target[:, None], draw.ids], 1)
     counts = (draw.log_count, draw.pool_log_count, draw.hidden)
-    native, tables = torch.ops.manyclass, (query, weight, offsets.flatten())
+    native, tables = torch.ops.manyclass, (query, weight, offsets)
     torch.library.opcheck(native.sampled_loss_.default, (torch.randn(4, 7), *tables, classes, *counts, True))
     rows = (draw.log_count, draw.pool, draw.pool_log_count, torch.randn(7, 5), torch.randn(7), 30)
     torch.library.opcheck(native.row_gradients.default, (query, torch.rand(4, 7), classes, *rows))

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from . import checks, functional, fused, positives
 from .cosine import Cosine
 from .encoded import Cache, encode, evaluating, renumber
-from .fused import Exchange
 from .importance import Note
+from .rows import Exchange, offsets_of, select_rows
 from .samplers import Draw
 from .shard import Shard, Tables
 
@@ -131,17 +131,18 @@ class ClassEmbeddings(nn.Module):
             self.cache.refresh(self._known, self._sources())
 
     def _tables(self) -> Tables:
-        return self.weight, self._offsets()
+        return self.weight, self.bias
 
     def _offsets(self) -> Tensor | None:
-        return None if self.bias_embedding is None else self.bias_embedding.weight
+        """Return `bias`; its gradient may be sparse."""
+        return None if self.bias_embedding is None else offsets_of(self.bias_embedding.weight)
 
     def _fresh_tables(self) -> Tables:
         """Return `_tables` for exact results: encode all classes, or warn, if the cache is stale."""
         if self.cache is not None and not torch.compiler.is_compiling():
             self.cache.ensure(self._known, self._sources(), self._automatic())
         elif self.cache is not None and self.classes is None:  # a graph cannot ask whether the cache is stale
-            return self._known(torch.arange(self.shard.size, device=self.weight.device)), self._offsets()
+            return self._known(torch.arange(self.shard.size, device=self.weight.device)), self.bias
         elif self.cache is not None and not self.cache.started:
             raise ValueError("classes have no embeddings yet: call refresh() on the layer before you compile or export")
         return self._tables()
@@ -157,14 +158,14 @@ class ClassEmbeddings(nn.Module):
         margin, plain = self._margin(), self.cache is None or not encode
         if target.dim() == 1 and margin is None and plain:
             options = {"prediction": self.prediction, "sparse": self.sparse, "exchange": exchange, "note": note}
-            return fused.sampled_loss(query, *self._tables(), target, draw, **options)
+            return fused.sampled_loss(query, self.weight, self._offsets(), target, draw, **options)
         rows, target, draw = renumber(target, draw)
         weight, offsets = self._made(rows, exchange) if encode else self.weight[rows], self._offsets()
         if self.cache is not None and encode:
             # A table is read again after the optimiser's step, which costs little.
             self.cache.remember(rows, None if self.classes is None else weight, self._learns())
         if offsets is not None:
-            offsets = fused.select_rows(offsets, rows, self.sparse, exchange)
+            offsets = select_rows(offsets, rows, self.sparse, exchange)
         weight = weight.to(query.dtype)
         if target.dim() == 1 and margin is None:
             return fused.sampled_loss(query, weight, offsets, target, draw, prediction=self.prediction, sparse=None)
@@ -174,7 +175,7 @@ class ClassEmbeddings(nn.Module):
     def _made(self, ids: Tensor, exchange: Exchange | None = None) -> Tensor:
         """Return the embeddings of classes of this process, ``ids (k,)`` sorted and distinct, with gradients."""
         if self.embedding is not None:
-            rows = fused.select_rows(self.embedding.weight, ids, self.sparse, exchange)
+            rows = select_rows(self.embedding.weight, ids, self.sparse, exchange)
         else:
             assert self.classes is not None
             rows = encode(self.classes, ids + self.shard.first, self.in_features, self.chunk_size)

@@ -1,6 +1,5 @@
 """The sampled step: losses of examples with their negatives, and gradients of the rows that were drawn."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -10,11 +9,8 @@ from torch import Tensor
 
 from . import functional, ops
 from .importance import Note, Squares
+from .rows import Exchange, once, row_gradient, select_rows
 from .samplers.draw import Draw
-from .untraced import untraced
-
-#: Averages gradients of rows, sorted and distinct, over the processes that hold the same class weights.
-Exchange = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 # The finite log-count of an empty slot, so that a sum over empty slots has the gradient 0.
 EMPTY = 1e30
@@ -23,7 +19,7 @@ EMPTY = 1e30
 def sampled_loss(
     query: Tensor,  # shape: (batch, in_features)
     weight: Tensor,  # shape: (num_classes, in_features)
-    bias: Tensor | None,  # shape: (num_classes, 1)
+    bias: Tensor | None,  # shape: (num_classes,)
     target: Tensor,  # shape: (batch,), −1 for an example whose positive is not among these classes
     draw: Draw,
     *,
@@ -108,27 +104,13 @@ def gathered_outputs(
         pooled.register_hook(squares.of_pool)
         weight.register_hook(squares.of_rows)
     if bias is not None:
-        offsets = bias.to(query.dtype).squeeze(-1)
+        offsets = bias.to(query.dtype)
         positive, each, shared = positive + offsets[positives], each + offsets[own], shared + offsets[pool]
     pool_log_count = draw.pool_log_count.to(query.dtype).clamp(max=EMPTY).expand_as(shared)
     pool_log_count = pool_log_count.masked_fill(draw.hidden_mask(), EMPTY)
     log_count = torch.cat([draw.log_count.clamp(max=EMPTY).to(query.dtype), pool_log_count], dim=-1)
     negative = torch.cat([each, shared], dim=-1)
     return functional.output(positive, prediction), functional.output(negative, prediction), log_count
-
-
-def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a backward pass without a graph, and refuse create_graph=True: second derivatives would lack terms."""
-
-    @untraced  # the number of rows depends on the draw
-    def checked(ctx: Any, *grads: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the sampled softmax loss has no second derivatives: leave out create_graph=True, or use eval()"
-            )
-        return backward(ctx, *grads)
-
-    return checked
 
 
 class _Native(torch.autograd.Function):
@@ -150,7 +132,7 @@ class _Native(torch.autograd.Function):
         exchange: Exchange | None,
         note: Note | None,
     ) -> tuple[Tensor, Tensor]:
-        query, offsets = query.contiguous(), query.new_empty(0) if bias is None else bias.flatten()
+        query, offsets = query.contiguous(), query.new_empty(0) if bias is None else bias.contiguous()
         drawn = weight[pool]
         logits = query @ drawn.T
         if bias is not None:
@@ -173,7 +155,7 @@ class _Native(torch.autograd.Function):
         return loss, positive
 
     @staticmethod
-    @_once
+    @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         query, *draws, drawn, logits, slopes, query_slopes, positives, sign = ctx.saved_tensors
         grad, of_positive = grads[0].unsqueeze(-1), grads[1] * sign
@@ -191,56 +173,7 @@ class _Native(torch.autograd.Function):
             if ctx.note is not None:
                 ctx.note(rows, excess)
             if of_weight:
-                weight_grad = _row_gradient(ctx.weight, rows, values, ctx.sparse, ctx.exchange)
+                weight_grad = row_gradient(ctx.weight, rows, values, ctx.sparse, ctx.exchange)
             if of_bias:
-                bias_grad = _row_gradient(ctx.bias, rows, bias_values, ctx.sparse, ctx.exchange)
+                bias_grad = row_gradient(ctx.bias, rows, bias_values, ctx.sparse, ctx.exchange)
         return query_grad, weight_grad, bias_grad, *[None] * 9
-
-
-class _SelectRows(torch.autograd.Function):
-    """``weight[rows]`` for sorted, distinct ``rows``."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, rows: Tensor, sparse: bool, exchange: Exchange | None) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.weight, ctx.sparse, ctx.exchange = weight, sparse, exchange
-        return weight[rows]
-
-    @staticmethod
-    @_once
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore
-        (rows,) = ctx.saved_tensors
-        return _row_gradient(ctx.weight, rows, grads[0], ctx.sparse, ctx.exchange), None, None, None
-
-
-def select_rows(weight: Tensor, rows: Tensor, sparse: bool, exchange: Exchange | None = None) -> Tensor:
-    """Return ``weight[rows]`` for sorted, distinct ``rows``; its gradient is sparse or dense."""
-    if not torch.is_grad_enabled():  # vmap takes no autograd.Function of this kind
-        return weight[rows]
-    return cast(Tensor, _SelectRows.apply(weight, rows, sparse, exchange))
-
-
-def _row_gradient(
-    weight: Tensor, rows: Tensor, values: Tensor, sparse: bool | None, exchange: Exchange | None = None
-) -> Tensor:
-    """Return the gradient of ``weight`` whose sorted, distinct ``rows`` are ``values``; the others are zero."""
-    if exchange is not None:
-        rows, values = exchange(rows, values)
-    if not sparse:
-        return torch.zeros_like(weight).index_copy_(0, rows, values)
-
-    def mark_coalesced() -> None:
-        # autograd moves our indices into ``weight.grad`` but forgets that they are sorted and distinct, and the
-        # optimizer would sort them again. The same memory proves that nothing was added to the gradient.
-        grad = weight.grad
-        if grad is not None and grad.is_sparse and grad._indices().data_ptr() == rows.data_ptr():
-            grad._coalesced_(True)
-
-    if weight.is_leaf:
-        torch.autograd.Variable._execution_engine.queue_callback(mark_coalesced)  # pyright: ignore
-    return sparse_rows(rows, values, weight.shape)
-
-
-def sparse_rows(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
-    """Return a coalesced sparse matrix of sorted, distinct ``rows``, which are not checked."""
-    return torch.sparse_coo_tensor(rows.unsqueeze(0), values, shape, is_coalesced=True, check_invariants=False)

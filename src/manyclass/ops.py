@@ -118,7 +118,7 @@ if _NATIVE:
     def _(query, slopes, classes, *rest):
         rows = torch.library.get_ctx().new_dynamic_size()
         values = query.new_empty(rows, query.shape[1])
-        return classes.new_empty(rows), values, query.new_empty(rows, 1), query.new_empty(rows)
+        return classes.new_empty(rows), values, query.new_empty(rows), query.new_empty(rows)
 
     @torch.library.register_fake("manyclass::sampled_loss_")
     def _(logits, query, weight, bias, classes, log_count, pool_log_count, hidden, absolute):

@@ -12,7 +12,7 @@ from .samplers.draw import Draw
 def sampled_loss(
     query: Tensor,  # shape: (batch, in_features)
     weight: Tensor,  # shape: (classes, in_features)
-    bias: Tensor | None,  # shape: (classes, 1)
+    bias: Tensor | None,  # shape: (classes,)
     target: Tensor,  # shape: (batch,) or (batch, k), −1 for none
     draw: Draw,
     *,
@@ -29,7 +29,7 @@ def sampled_loss(
     here, known = labels >= 0, labels.clamp(min=0)
     positive = torch.einsum("bd,bkd->bk", query, F.embedding(known, weight))
     if bias is not None:
-        positive = positive + F.embedding(known, bias.to(query.dtype)).squeeze(-1)
+        positive = positive + bias.to(query.dtype)[known]
     positive = functional.output(positive, prediction)
     positive = positive if margin is None else margin(positive)
     rest = rest.unsqueeze(-1).expand_as(positive)

@@ -14,7 +14,7 @@ from .functional import Margin
 from .samplers import Draw, Part, Sampler
 from .samplers.draw import without
 
-#: Class weights, shape ``(classes of the shard, in_features)``, and offsets, shape ``(classes of the shard, 1)``.
+#: Class weights, shape ``(classes of the shard, in_features)``, and offsets, shape ``(classes of the shard,)``.
 Tables = tuple[Tensor, Tensor | None]
 
 
@@ -100,7 +100,7 @@ class Shard:
         self, query: Tensor, target: Tensor, tables: Tables, prediction: str, margin: Margin | None = None
     ) -> Tensor:
         """Compute the loss over all classes of each target: query ``(batch, in_features)`` → shape of ``target``."""
-        (weight, bias), options = _flat(tables), {"prediction": prediction, "margin": margin}
+        (weight, bias), options = tables, {"prediction": prediction, "margin": margin}
         return functional.full_softmax_loss(query, weight, target, bias, "none", **options)
 
     def full_losses(
@@ -109,16 +109,16 @@ class Shard:
         """Compute `exact_losses` with all logits in memory at once, which is faster if they fit."""
         if margin is not None or target.dim() == 2:
             return self.exact_losses(query, target, tables, prediction, margin)
-        logits = functional.output(functional.linear(query, *_flat(tables)), prediction)
+        logits = functional.output(functional.linear(query, *tables), prediction)
         return F.cross_entropy(logits, target, reduction="none")
 
     def log_prob(self, query: Tensor, tables: Tables, prediction: str) -> Tensor:
         """Compute the log probability of every class, shape ``(*batch, num_classes)``."""
-        return functional.log_prob(query, *_flat(tables), prediction=prediction)
+        return functional.log_prob(query, *tables, prediction=prediction)
 
     def topk(self, query: Tensor, tables: Tables, k: int, prediction: str) -> tuple[Tensor, Tensor]:
         """Find the ``k`` most probable classes: log probabilities and ids, both ``(*batch, k)``."""
-        weight, bias = _flat(tables)
+        weight, bias = tables
         values, ids = functional.topk(query, weight, k, bias, prediction=prediction)
         log_z = functional.log_partition(query, weight, bias, prediction=prediction)
         return values - log_z.unsqueeze(-1), ids
@@ -130,8 +130,3 @@ class Shard:
     def gather_measured(self, measured: Measured) -> Measured:
         """Gather the measurements of all these processes."""
         return measured
-
-
-def _flat(tables: Tables) -> Tables:
-    weight, bias = tables
-    return weight, None if bias is None else bias.squeeze(-1)

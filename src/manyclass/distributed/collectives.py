@@ -73,10 +73,10 @@ def gathered_rows(parts: list[Tensor], group: dist.ProcessGroup, what: str) -> t
 
 
 def mean_rows(rows: Tensor, values: Tensor, group: dist.ProcessGroup, what: str) -> tuple[Tensor, Tensor]:
-    """Average sparse gradients over ranks: distinct ``rows (rows,)`` and ``values (rows, width)``; sorts rows."""
+    """Average sparse gradients over ranks: distinct ``rows (rows,)`` and ``values (rows, …)``; sorts rows."""
     (rows, values), counts = gathered_rows([rows, values], group, what)
     rows, place = torch.unique(rows, return_inverse=True)
-    total = values.new_zeros(len(rows), values.shape[1])
+    total = values.new_zeros(len(rows), *values.shape[1:])
     for part, where in zip(values.split(counts), place.split(counts), strict=True):
         total.index_add_(0, where, part)  # rank by rank: the same bits everywhere
     return rows, total / len(counts)

@@ -8,7 +8,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ..fused import sparse_rows
+from ..rows import sparse_rows
 from ..sampled import SampledSoftmax
 from .collectives import mean_rows
 from .head import ShardedSampledSoftmax

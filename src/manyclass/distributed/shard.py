@@ -173,7 +173,7 @@ class RankShard(Shard):
 
     def topk(self, query: Tensor, tables: Tables, k: int, prediction: str) -> tuple[Tensor, Tensor]:
         """Merge the best classes of all ranks."""
-        weight, bias = tables[0], None if tables[1] is None else tables[1].squeeze(-1)
+        weight, bias = tables
         everyone, rows, _ = self._gather(query.reshape(-1, query.shape[-1]))
         local = min(k, self.last - self.first)
         values, ids = functional.topk(everyone, weight, local, bias, prediction=prediction)

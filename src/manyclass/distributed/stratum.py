@@ -31,7 +31,7 @@ class _Whole(torch.autograd.Function):
 def exact(
     query: Tensor,
     weight: Tensor,
-    bias: Tensor | None,  # shape: (classes of the shard, 1)
+    bias: Tensor | None,  # shape: (classes of the shard,)
     target: Tensor,
     prediction: str,
     margin: functional.Margin | None,
@@ -44,14 +44,13 @@ def exact(
     class weights are dense.
     """
     weight, bias = _whole(weight, bias, replicas)
-    offsets = None if bias is None else bias.squeeze(-1)
     labels = target if target.dim() == 2 else target.unsqueeze(-1)
-    positive = functional.positive_outputs(query, weight, offsets, labels, prediction).reshape(target.shape)
+    positive = functional.positive_outputs(query, weight, bias, labels, prediction).reshape(target.shape)
     positive = positive if margin is None else margin(positive)
     if margin is None and target.dim() == 1:
-        log_z = functional.log_partition(query, weight, offsets, prediction=prediction)
+        log_z = functional.log_partition(query, weight, bias, prediction=prediction)
     else:
-        rest = functional.log_partition(query, weight, offsets, prediction=prediction, exclude=labels)
+        rest = functional.log_partition(query, weight, bias, prediction=prediction, exclude=labels)
         rest = rest.unsqueeze(-1).expand_as(labels).reshape(target.shape)
         log_z = torch.where(target >= 0, torch.logaddexp(rest, positive), rest)
     return log_z, torch.where(target >= 0, positive, 0.0)
@@ -62,7 +61,7 @@ def outputs(
 ) -> Tensor:
     """Return the outputs of all classes of the shard, shape ``(batch, classes of the shard)``."""
     weight, bias = _whole(weight, bias, replicas)
-    return functional.output(functional.linear(query, weight, None if bias is None else bias.squeeze(-1)), prediction)
+    return functional.output(functional.linear(query, weight, bias), prediction)
 
 
 def _whole(weight: Tensor, bias: Tensor | None, replicas: dist.ProcessGroup | None) -> tuple[Tensor, Tensor | None]:

@@ -85,7 +85,8 @@ class SampledLoss(SampledSoftmax):
                 self.monitor.sampled()
         outputs = fused.gathered_outputs(
             query,
-            *self._tables(),
+            self.weight,
+            self._offsets(),
             target,
             draw,
             prediction=self.prediction,

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import checks, functional
-from ..fused import select_rows
 from ..head import Head, full_precision
+from ..rows import select_rows
 from ..samplers.bisection import bisect
 from ..shard import Tables
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from .. import checks, functional
 from ..diagnostics import DRAWS, MEASURED, Diagnostics, Monitor, measure
-from ..fused import select_rows
 from ..head import Head, full_precision
+from ..rows import select_rows
 from .base import refuse
 
 
@@ -69,21 +69,20 @@ class ScalableCrossEntropy(Head):
 
     def _bucket_losses(self, query: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         """Return the largest loss of each query over its buckets, ``(batch,)``; the buckets are drawn now."""
-        weight, bias = self._tables()
+        weight, bias = self.weight, self._offsets()
         usual = math.ceil(2 * math.sqrt(len(query)))
         with torch.no_grad():
             mix = torch.randn(self.buckets or usual, len(query), generator=generator, device=query.device)
             centre = mix.to(query.dtype) @ query
             members = (centre @ query.T).topk(min(self.bucket_queries or usual, len(query)), dim=-1).indices
-            offsets = None if bias is None else bias.squeeze(-1)
-            classes = functional.topk(centre, weight, self.bucket_classes, offsets)[1]
+            classes = functional.topk(centre, weight, self.bucket_classes, bias)[1]
         rows, place = torch.cat([target, classes.flatten()]).unique(return_inverse=True)
         positives, places = place[: len(target)], place[len(target) :].view(classes.shape)
         drawn = select_rows(weight, rows, self.sparse).to(query.dtype)
         positive = (query * drawn[positives]).sum(dim=-1)
         logits = torch.einsum("bqd,bcd->bqc", query[members], drawn[places])
         if bias is not None:
-            shift = select_rows(bias, rows, self.sparse).to(query.dtype).squeeze(-1)
+            shift = select_rows(bias, rows, self.sparse).to(query.dtype)
             positive, logits = positive + shift[positives], logits + shift[places].unsqueeze(1)
         positive, logits = (functional.output(part, self.prediction) for part in (positive, logits))
         own = positive[members].unsqueeze(-1)
