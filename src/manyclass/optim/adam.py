@@ -40,7 +40,8 @@ class AdamW(AdamRows, torch.optim.AdamW):  # pyright: ignore[reportIncompatibleM
     """`torch.optim.AdamW` for dense and sparse gradients.
 
     Rows that are not in a sparse gradient wait. They catch up at their next gradient, or at `flush`: the weights are
-    then those of torch's AdamW with the same gradients in dense form.
+    then those of torch's AdamW with the same gradients in dense form. From squares of gradients of a `SampledSoftmax`
+    it subtracts the variance of sampling.
 
     Args:
         params: what to optimise, as for torch; the arguments down to ``amsgrad`` are torch's, too.
