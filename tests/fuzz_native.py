@@ -195,7 +195,7 @@ def searched(rng: random.Random) -> tuple[search.Index, Tensor, Arguments, Argum
     index = blocks_of(rng)
     layout = index.partition
     # More than `own.TRIED` examples, and flat ones, are searched in other ways.
-    query = torch.randn(rng.choice([rng.randint(0, 6), 40]), layout.columns) * rng.choice([1, 0.01])
+    query = torch.randn(rng.choice([rng.randint(0, 6), 40]), layout.columns) * rng.choice([1, 0.1])
     if index.bias is not None:
         query[:, -1] = 1  # where the offsets are
     tables = dict(zip(TABLES, index.native(), strict=True))

@@ -1,7 +1,7 @@
 """How many times too large the squares of sampled gradients are, for optimisers that divide by their root.
 
 A class that is drawn with probability π has the weight 1/π, so that its gradient is right in the mean. The mean of the
-square is then 1/π times too large, and Adam or Adagrad would take steps √π times as long as with the full softmax.
+square is then 1/π times too large, and Adam would take steps √π times as long as with the full softmax.
 The part of a gradient from one draw, g = P/π, adds P²·(1/π − 1) to the mean square. Its estimate g²·(1 − π) is
 subtracted, and what is left is right in the mean.
 """
@@ -49,14 +49,14 @@ def keep(source: Tensor, grad: Tensor) -> Tensor:
     return grad
 
 
-def read(grad: Tensor, rows: Tensor) -> Tensor | None:
-    """Return the excess of a gradient's ``rows (count,)``, at least 1; None if nothing was noted.
+def read(grad: Tensor, rows: Tensor) -> Tensor:
+    """Return the excess of a gradient's ``rows (count,)``, at least 1, shape ``(count,)``.
 
     Of several passes it is the mean, where a pass without the row counts as 0.
     """
     _, passes = getattr(grad, NAME, (0, []))
     if not passes or not len(rows):
-        return None
+        return torch.ones(len(rows), device=rows.device)
     total = torch.zeros(len(rows), device=rows.device)
     for noted, excess in passes:
         place = torch.searchsorted(rows, noted).clamp(max=len(rows) - 1)

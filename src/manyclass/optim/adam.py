@@ -14,6 +14,7 @@ class AdamRows(Rows):
 
     _dense_only = Rows._dense_only | {"amsgrad": "maxima of second moments are not kept"}
     _first, _second = "exp_avg", "exp_avg_sq"
+    _corrects = True
 
     def _make_moments(self, group: Group, parameter: Tensor, state: State) -> None:
         if "exp_avg" not in state:

@@ -36,6 +36,8 @@ class Rows(Optimizer):
     #: Names of the moments in torch's state.
     _first: str | None = None
     _second: str | None = None
+    #: Whether the variance of sampling is subtracted from squares of gradients.
+    _corrects = False
 
     def _set_rowwise(self, rowwise: bool) -> None:
         """Add the option ``rowwise`` to all parameter groups, since torch's constructor refuses it."""
@@ -82,9 +84,8 @@ class Rows(Optimizer):
         else:
             lazy.open_step(state, update)
             missed = lazy.catch_up(state, rows, update, parameter)
-        excess = None if self._second is None or parameter.grad is None else importance.read(parameter.grad, rows)
-        if excess is not None:
-            missed[:, 4] = 1 / excess
+        if self._corrects and parameter.grad is not None:
+            missed[:, 4] = 1 / importance.read(parameter.grad, rows)
         update_rows_(*self._tables(parameter), rows, -grad if group["maximize"] else grad, missed, update)
         if not complete:
             lazy.close_step(state, update)

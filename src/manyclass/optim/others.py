@@ -12,8 +12,6 @@ from .rows import RowUpdate
 class Adagrad(Rows, torch.optim.Adagrad):  # pyright: ignore[reportIncompatibleMethodOverride]
     """`torch.optim.Adagrad` with a native kernel for sparse gradients. Rows without gradients do not change.
 
-    From squares of gradients of a `SampledSoftmax` it subtracts the variance of sampling.
-
     Args:
         params: what to optimise, as for torch; the arguments down to ``eps`` are torch's, too.
         lr: learning rate.
