@@ -14,7 +14,6 @@ class AdamRows(Rows):
 
     _dense_only = Rows._dense_only | {"amsgrad": "maxima of second moments are not kept"}
     _first, _second = "exp_avg", "exp_avg_sq"
-    _corrects = True
 
     def _make_moments(self, group: Group, parameter: Tensor, state: State) -> None:
         if "exp_avg" not in state:
@@ -41,8 +40,7 @@ class AdamW(AdamRows, torch.optim.AdamW):  # pyright: ignore[reportIncompatibleM
     """`torch.optim.AdamW` for dense and sparse gradients.
 
     Rows that are not in a sparse gradient wait. They catch up at their next gradient, or at `flush`: the weights are
-    then those of torch's AdamW with the same gradients in dense form. From squares of gradients of a `SampledSoftmax`
-    it subtracts the variance of sampling.
+    then those of torch's AdamW with the same gradients in dense form.
 
     Args:
         params: what to optimise, as for torch; the arguments down to ``amsgrad`` are torch's, too.
@@ -52,6 +50,8 @@ class AdamW(AdamRows, torch.optim.AdamW):  # pyright: ignore[reportIncompatibleM
         weight_decay: times ``lr``, the share of each weight that a step takes.
         amsgrad: for dense gradients only.
         rowwise: keep one second moment per row of parameters with sparse gradients: the mean over the row.
+        exact_squares: subtract the variance of sampling from squared gradients of a `SampledSoftmax`, so that steps are
+            as long as with the full softmax. Without it, rare classes take shorter steps.
         options: ``foreach`` and ``maximize``; for dense gradients only ``fused``, ``capturable``, ``differentiable``.
 
     Example:
@@ -71,10 +71,11 @@ class AdamW(AdamRows, torch.optim.AdamW):  # pyright: ignore[reportIncompatibleM
         amsgrad: bool = False,
         *,
         rowwise: bool = False,
+        exact_squares: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
-        self._set_rowwise(rowwise)
+        self._set_options(rowwise=rowwise, exact_squares=exact_squares)
 
 
 class Adam(AdamRows, torch.optim.Adam):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -88,6 +89,7 @@ class Adam(AdamRows, torch.optim.Adam):  # pyright: ignore[reportIncompatibleMet
         weight_decay: for dense gradients only.
         amsgrad: for dense gradients only.
         rowwise: keep one second moment per row of parameters with sparse gradients.
+        exact_squares: as for `AdamW`.
         options: further options of torch.
     """
 
@@ -103,7 +105,8 @@ class Adam(AdamRows, torch.optim.Adam):  # pyright: ignore[reportIncompatibleMet
         amsgrad: bool = False,
         *,
         rowwise: bool = False,
+        exact_squares: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
-        self._set_rowwise(rowwise)
+        self._set_options(rowwise=rowwise, exact_squares=exact_squares)

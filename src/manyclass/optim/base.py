@@ -36,14 +36,13 @@ class Rows(Optimizer):
     #: Names of the moments in torch's state.
     _first: str | None = None
     _second: str | None = None
-    #: Whether the variance of sampling is subtracted from squares of gradients.
-    _corrects = False
 
-    def _set_rowwise(self, rowwise: bool) -> None:
-        """Add the option ``rowwise`` to all parameter groups, since torch's constructor refuses it."""
-        self.defaults["rowwise"] = checks.boolean("rowwise", rowwise)
-        for group in self.param_groups:
-            checks.boolean("rowwise", group.setdefault("rowwise", rowwise))
+    def _set_options(self, **options: bool) -> None:
+        """Add options of rows to all parameter groups, since torch's constructor refuses them."""
+        for name, value in options.items():
+            self.defaults[name] = checks.boolean(name, value)
+            for group in self.param_groups:
+                checks.boolean(name, group.setdefault(name, value))
 
     def _init_group(self, group: Group, *lists: Any) -> Any:
         """Step the parameters that have sparse gradients; collect the others for torch, whose `step` calls this."""
@@ -84,7 +83,7 @@ class Rows(Optimizer):
         else:
             lazy.open_step(state, update)
             missed = lazy.catch_up(state, rows, update, parameter)
-        if self._corrects and parameter.grad is not None:
+        if group.get("exact_squares") and parameter.grad is not None:
             missed[:, 4] = 1 / importance.read(parameter.grad, rows)
         update_rows_(*self._tables(parameter), rows, -grad if group["maximize"] else grad, missed, update)
         if not complete:

@@ -39,7 +39,7 @@ class Adagrad(Rows, torch.optim.Adagrad):  # pyright: ignore[reportIncompatibleM
         **options: Any,
     ) -> None:
         super().__init__(params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, **options)
-        self._set_rowwise(rowwise)
+        self._set_options(rowwise=rowwise)
 
     def _make_moments(self, group: Group, parameter: Tensor, state: State) -> None:
         if "sum" not in state or (state["step"] == 1 and group["rowwise"]):  # torch's constructor makes full sums
