@@ -400,3 +400,10 @@ def test_a_shard_gets_its_part_of_what_is_for_all_classes():
     assert (made.num_classes, made.candidates) == (10, 25)
     torch.testing.assert_close(made.first.table.weight, counts[10:20].double())
     assert samplers.create("two_pass", 40, 4, part=part).candidates == 1024
+
+
+def test_a_head_is_no_larger_than_what_the_search_visits():
+    sampler = samplers.HeadTail(300, 4, head=200, probe=1)
+    sampler.update(torch.randn(300, 4))
+    draw = sampler.draw(torch.randn(3, 4), 2)
+    assert draw.ids.shape[-1] == sum(sampler.numbers(2)) < 200

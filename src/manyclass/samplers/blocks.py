@@ -190,13 +190,17 @@ class Blocks(Counters, Incremental):
         """
         flat, _, _ = self._flatten(query, None, None)
         checks.positive_int("k", k)
-        width = min(checks.positive_int("probe", probe), self.partition.blocks)
-        most = self.partition.outliers + self.partition.inside // self.partition.blocks * width
-        most = self.num_classes if width == self.partition.blocks else most
+        width, most = min(checks.positive_int("probe", probe), self.partition.blocks), self.visited(probe)
         if k > most:
             raise ValueError(f"k must be at most {most}, the classes that probe = {probe} visits, got {k}")
         found = self._best(self._extended(flat, self.recent.query), k, width)
         return Best(*(part.reshape((*query.shape[:-1], *part.shape[1:])) for part in found))
+
+    def visited(self, probe: int) -> int:
+        """Return how many classes a search of ``probe`` blocks visits at least."""
+        if probe >= self.partition.blocks:
+            return self.num_classes
+        return self.partition.outliers + self.partition.inside // self.partition.blocks * probe
 
     def _best(self, query: Tensor, k: int, width: int) -> Best:
         return best_classes(self._index(), query, min(width, self.partition.blocks), k)

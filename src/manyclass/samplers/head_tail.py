@@ -76,7 +76,7 @@ class HeadTail(Incremental):
 
     def numbers(self, num_samples: int) -> tuple[int, int]:
         """Return the sizes of head and tail as own negatives, and no pool."""
-        return min(self.head, self.num_classes) + num_samples, 0
+        return min(self.head, self.index.visited(self.probe)) + num_samples, 0
 
     def staleness(self) -> float:
         """Return the staleness of the index."""
@@ -97,7 +97,7 @@ class HeadTail(Incremental):
         shape, dtype = (len(flat), num_samples), torch.promote_types(query.dtype, torch.float32)
         uniform = torch.rand(shape, dtype=torch.float64, device=query.device, generator=generator)
         self.index.validate = self.validate
-        head = self.index.search(flat, min(self.head, self.num_classes), self.probe).ids
+        head = self.index.search(flat, min(self.head, self.index.visited(self.probe)), self.probe).ids
         tail, rest = uniform_rest(head, exclude, uniform, self.num_classes)
         log_count = torch.zeros_like(head, dtype=dtype)
         if exclude is not None:
