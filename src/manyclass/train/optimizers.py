@@ -7,25 +7,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import optim
-from .settings import NextItemSettings, Settings
+from .settings import Settings
 
 KINDS = {"adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW}
-OURS = (optim.Adam, optim.AdamW)
 
 
 def make(model: nn.Module, settings: Settings) -> Optimizer:
     """Make one optimiser for all parameters, with dense or sparse gradients."""
-    kind = KINDS[settings.optimizer]
-    # Recommenders rank better if rare items take shorter steps: see docs/optimisers.md.
-    options: dict[str, Any] = (
-        {"exact_squares": False} if kind in OURS and isinstance(settings, NextItemSettings) else {}
-    )
-    return kind(model.parameters(), lr=settings.lr, **options)
+    return KINDS[settings.optimizer](model.parameters(), lr=settings.lr)
 
 
 def complete(optimizer: Optimizer) -> None:
     """Complete the pending updates of all rows; see `optim.AdamW.flush`."""
-    if isinstance(optimizer, OURS):
+    if isinstance(optimizer, optim.AdamW | optim.Adam):
         optimizer.flush()
 
 
