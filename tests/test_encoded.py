@@ -421,3 +421,9 @@ def test_tables_are_as_they_were():
     assert head.cache is None
     assert set(dict(head.named_parameters())) == {"embedding.weight"}
     assert isinstance(F.linear(torch.zeros(1, D), head.weight), torch.Tensor)
+
+
+def test_offsets_may_have_another_dtype_than_the_encoder():
+    head = manyclass.SampledSoftmax(4, 50, classes=torch.nn.Embedding(50, 4), bias=True, dtype=torch.bfloat16)
+    head(torch.randn(3, 4), torch.randint(50, (3,))).backward()
+    assert head.bias_embedding.weight.grad.dtype == torch.bfloat16

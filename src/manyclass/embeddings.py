@@ -165,7 +165,7 @@ class ClassEmbeddings(nn.Module):
             # A table is read again after the optimiser's step, which costs little.
             self.cache.remember(rows, None if self.classes is None else weight, self._learns())
         if offsets is not None:
-            offsets = select_rows(offsets, rows, self.sparse, exchange)
+            offsets = select_rows(offsets, rows, self.sparse, exchange).to(query.dtype)
         weight = weight.to(query.dtype)
         if target.dim() == 1 and margin is None:
             return fused.sampled_loss(query, weight, offsets, target, draw, prediction=self.prediction, sparse=None)
