@@ -703,3 +703,9 @@ def test_native_operations_refuse(call, message):
     sampler = trained()
     with pytest.raises(ValueError, match=message):
         call(sampler.partition, sampler._index())
+
+
+def test_rows_are_a_vector():
+    sampler = trained()
+    with pytest.raises(ValueError, match=r"rows must have shape \(k,\), got \(\)"):
+        sampler.update(weights(), torch.tensor(3))

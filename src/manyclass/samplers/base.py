@@ -235,6 +235,8 @@ class Incremental(Sampler):
         checks.same_device("weight", weight, "the sampler", own)
 
     def _check_rows(self, rows: Tensor) -> Tensor:
+        if isinstance(rows, Tensor) and rows.dim() != 1:
+            raise ValueError(f"rows must have shape (k,), got {tuple(rows.shape)}")
         return checks.indices("rows", rows, self.num_classes, validate=self.validate)
 
     def _extended(self, query: Tensor, own: Tensor) -> Tensor:
