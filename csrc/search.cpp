@@ -190,8 +190,7 @@ struct Visit {
   // Visits no block, without a search.
   void visit_outliers(const float* query) {
     pruned = LogSum();
-    beam.clear(), begins.clear(), starts.clear();
-    ids.resize(index.layout.outliers), outputs.resize(index.layout.outliers);
+    forget_blocks();
     float norm = 0;
     dots(query, query, 1, index.columns, &norm);
     dots(query, index.outlier_rows.data(), index.layout.outliers, index.columns, outputs.data());
@@ -201,6 +200,10 @@ struct Visit {
   // Visits no block after all: the pool accounts for all classes but the outliers.
   void leave_blocks() {
     pruned.add(masses_of.data(), static_cast<int64_t>(beam.size()));
+    forget_blocks();
+  }
+
+  void forget_blocks() {
     beam.clear(), begins.clear(), starts.clear();
     ids.resize(index.layout.outliers), outputs.resize(index.layout.outliers);
   }
@@ -239,8 +242,8 @@ struct Visit {
 // block_of: (classes,), −1 for an outlier   sums: (2 · blocks,), float64
 // pool: (samples,), positions of the shared pool, ascending   share: of the pool that is drawn uniformly
 // -> ids (batch, number); log_count (batch, number), +inf for an empty slot; hidden (2, k): pairs of an example and a slot
-//    of the pool that holds its excluded class or one that its own draw accounts for; an estimate of the log of the whole mass (batch,), NaN if it is not finite,
-//    and 0 for an example that was not searched
+//    of the pool that holds its excluded class, or one that its own draw accounts for; an estimate of the log of the whole
+//    mass (batch,), NaN if it is not finite, and 0 for an example that was not searched
 std::tuple<Tensor, Tensor, Tensor, Tensor> own_draw(
     const Tensor& query, const Tensor& exclude, const Tensor& uniform, const Tensor& mean, const Tensor& mean_scale,
     const Tensor& spread, const Tensor& code, const Tensor& code_scale, const Tensor& weight, const Tensor& bias,

@@ -204,6 +204,8 @@ def check_draw(sampler: samplers.Sampler, draw: samplers.Draw, used: dict[str, A
         assert bool(((ids >= 0) & (ids < n)).all())
     for log_count in (draw.log_count, draw.pool_log_count):
         assert bool((log_count > -math.inf).all())  # nor NaN
+    # A class of a batch that was never counted has an empty slot.
+    assert bool(torch.isfinite(draw.pool_log_count).all()) or isinstance(sampler, samplers.InBatch)
     if exclude is None:
         return
     real = draw.log_count < math.inf

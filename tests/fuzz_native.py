@@ -142,6 +142,9 @@ def blocks_of(rng: random.Random) -> search.Index:
         partition.TOP = before
     weight, bias = torch.randn(n, width), torch.randn(n) if with_bias else None
     layout.order.copy_(torch.randperm(n))
+    sizes = layout.border(torch.arange(layout.blocks + 1)).diff()
+    inside = layout.order[layout.outliers :].long()
+    layout.block_of[inside] = torch.arange(layout.blocks, dtype=torch.int32).repeat_interleave(sizes)
     classes = codes.Codes(n, layout.columns)
     with reference():
         layout.summarise(weight, bias, torch.arange(layout.blocks), classes)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .refresh import version
+from .rows import after_backward
 from .samplers.draw import Draw
 
 #: Takes in a backward pass the rows that get a gradient, ascending, and how many times too large their squares are.
@@ -27,9 +28,7 @@ def noting(tables: Iterable[nn.Embedding | None]) -> Note:
     parameters = [table.weight for table in tables if table is not None]
 
     def note(rows: Tensor, excess: Tensor) -> None:
-        # The gradients are there only after the pass.
-        engine = torch.autograd.Variable._execution_engine  # pyright: ignore
-        engine.queue_callback(lambda: _attach(parameters, rows, excess))
+        after_backward(lambda: _attach(parameters, rows, excess))
 
     return note
 

@@ -49,6 +49,11 @@ def select_rows(weight: Tensor, rows: Tensor, sparse: bool, exchange: Exchange |
     return cast(Tensor, _SelectRows.apply(weight, rows, sparse, exchange))
 
 
+def after_backward(call: Callable[[], None]) -> None:
+    """In a backward pass: call something when the pass is over, and the gradients are in their places."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # pyright: ignore
+
+
 def row_gradient(
     weight: Tensor, rows: Tensor, values: Tensor, sparse: bool | None, exchange: Exchange | None = None
 ) -> Tensor:
@@ -66,7 +71,7 @@ def row_gradient(
             grad._coalesced_(True)
 
     if weight.is_leaf:
-        torch.autograd.Variable._execution_engine.queue_callback(mark_coalesced)  # pyright: ignore
+        after_backward(mark_coalesced)
     return sparse_rows(rows, values, weight.shape)
 
 

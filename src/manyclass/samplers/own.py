@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .draw import as_hidden, either_hidden
+from .draw import as_hidden, either_hidden, same_class
 from .partition import Partition
-from .pool import UNIFORM, pool_count, pool_slots
+from .pool import UNIFORM, pool_count
 from .search import Index, Visited, check_finite, visit
 
 # A search of 1/TRIAL of the width tells whether an example needs own negatives. It needs none if the classes of all
@@ -56,18 +56,18 @@ def own_draw(
         return own
     chunks = index.chunks(query, width)
     sizes = [len(part) for part in chunks]
-    examples = list(zip(chunks, exclude.split(sizes), strict=True))
-    flat, rest = _joined(_flat(index, *part, width, len(pool)) for part in examples)
+    excluded = exclude.split(sizes)
+    flat, rest = _joined(_flat(index, *part, width, len(pool)) for part in zip(chunks, excluded, strict=True))
     tried = torch.arange(len(query), device=query.device) % max(1, math.ceil(len(query) / TRIED)) == 0
     skipped = ~tried & (flat | ~tried).all()
     flat = (flat | skipped).split(sizes)
     ids, log_count, hidden, total = _joined(
         _own_part(index, *part, pool, width, number)
-        for part in zip(chunks, exclude.split(sizes), uniform.split(sizes), flat, rest.split(sizes), strict=True)
+        for part in zip(chunks, excluded, uniform.split(sizes), flat, rest.split(sizes), strict=True)
     )
     total = torch.where(skipped, 0 * total, total)
     check_finite(index, total)
-    slots = pool_slots(index.partition, pool, index.partition.order[pool].long(), exclude)
+    slots = same_class(index.partition.order[pool].long(), exclude)
     return Own(ids, log_count, either_hidden(as_hidden(hidden), slots), total)
 
 

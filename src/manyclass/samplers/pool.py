@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .draw import ranges, same_class
 from .partition import Partition
 
 # This part of the pool is uniform over the classes, and the other part follows the shares. Shares come from recent
@@ -60,18 +59,3 @@ def pool_draw_reference(partition: Partition, uniform: Tensor, samples: int) -> 
     place = (point / share * size).long().clamp(min=0).minimum(size - 1)
     position, order = (partition.border(first) + place).sort()
     return position, (share * samples / size).log()[order]
-
-
-def pool_slots(partition: Partition, position: Tensor, pool: Tensor, classes: Tensor) -> Tensor:
-    """Find slots of the pool that hold the class of an example ``(batch,)``, as in `Draw.hidden`.
-
-    ``position (samples,)`` are those of the classes ``pool``, ascending, so that no sorting is needed.
-    """
-    if pool.device.type != "cpu":
-        return same_class(pool, classes)
-    block = partition.block_of[classes].long()  # −1 for an outlier
-    borders = partition.border(torch.stack([block, block + 1])).clamp(min=0)
-    borders[0].masked_fill_(block < 0, 0)
-    example, slot = ranges(*torch.searchsorted(position, borders))
-    held = pool[slot] == classes[example]
-    return torch.stack([example[held], slot[held]])
