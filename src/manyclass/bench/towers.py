@@ -13,6 +13,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from ..full import FullSoftmax
+from ..pages import MMAP_MAX
 from ..sampled import SampledSoftmax
 from .timing import write_csv
 
@@ -39,7 +40,7 @@ SIZES = (
 HIDDEN, OWN = 2048, 4
 #: Measured steps: more than one, since blocks spread work on their tree over several.
 STEPS = 20
-# A parameter of glibc's mallopt.
+# A parameter of glibc's mallopt: larger blocks have a mapping of their own.
 MMAP_THRESHOLD = -3
 
 
@@ -147,6 +148,7 @@ def peak_of(step: Callable[[], object]) -> float:
 
     try:
         libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(MMAP_MAX, 1 << 16)  # `keep_memory` may have been called
         libc.mallopt(MMAP_THRESHOLD, 1 << 16)  # large blocks are returned when freed, so that holes do not count
         libc.malloc_trim(0)  # freed memory stays resident otherwise
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins again at what is resident now

@@ -19,6 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from ..pages import keep_memory
 from ..train import training
 from ..train.data.files import STANDARD_INPUT
 from ..train.processes import Processes, launched
@@ -30,6 +31,7 @@ from ..train.tasks.base import read_facts
 
 def start(threads: int | None, processes: Processes | None = None) -> Console:
     """Set the number of threads and return a console; only the first of several processes prints."""
+    keep_memory()
     if threads is not None:
         torch.set_num_threads(threads)
     torch.sparse.check_sparse_tensor_invariants.disable()  # prevents a warning of torch about its default
