@@ -125,7 +125,7 @@ def quality_table() -> str:
 def sweep_table(column: str) -> str:
     """Lay out how the runs of `manyclass reproduce bias` end: means over seeds by sampler and number of negatives."""
     ends: dict[tuple[str, str, str, str], str] = {}
-    for row in results("reproduce.csv"):  # the last evaluation of a run is its last row
+    for row in results("reproduce-converged.csv"):  # the last evaluation of a run is its last row
         ends[row["sampler"], row["prediction"], row["negatives"], row["seed"]] = row[column]
     names = [name for name in (*reproduce.SAMPLERS, reproduce.BLOCKS) if any(key[0] == name for key in ends)]
     digits = 3 if column == "heldout_loss" else 0

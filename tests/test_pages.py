@@ -78,7 +78,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_commands_keep_their_memory():
-    """Of ten tensors of 64 MB, with 16,384 pages each, at most two need new pages, to fill holes for their alignment."""
+    """At most two of ten tensors, of 16,384 pages each, need new pages: the first ones leave holes for alignment."""
 
     def faults(how: str) -> int:
         command = [sys.executable, "-c", FAULTS, how]

@@ -47,7 +47,6 @@ def _reproduce_command(figure: str, help: str) -> None:
         if not only_report:
             experiments.sweep(names, preset, data, out, jobs or os.cpu_count() or 1, console)
         curves = experiments.finished(names, preset, out)
-        experiments.write(curves, out / experiments.FILE)
         for file in figures.draw(figure, curves, out, experiments.PRESETS[preset].note):
             console.print(str(file), soft_wrap=True)
 

@@ -32,7 +32,6 @@ BLOCKS = "blocks"
 DECISIVE = (BLOCKS, "quadratic", "uniform")
 #: Half of the negatives of `blocks` are an example's own, but no more than this; the pool has all others.
 MOST_OWN = 32
-FILE = "reproduce.csv"
 NEXT_ITEM = (
     "next-item --split last --model feed-forward --features 64 --dropout 0 --optimizer adagrad --lr 0.05 --batch"
 )
@@ -299,24 +298,26 @@ def _check(job: Job, code: int) -> None:
         raise ValueError(f"the run {job.folder} ended with code {code}: {' '.join(last)}")
 
 
+def record(preset: str, out: Path) -> Path:
+    """Return the file with all finished runs of a preset, from which a sweep resumes, also on another machine."""
+    return out / f"reproduce-{preset}.csv"
+
+
 def sweep(names: Sequence[str], preset: str, data: Path | None, out: Path, jobs: int, console: Console) -> None:
-    """Train what is not trained yet, ``jobs`` runs at a time, one thread each; write ``reproduce.csv`` after each."""
+    """Train what the `record` lacks, ``jobs`` runs at a time, one thread each; write it after each run."""
     wanted = _wanted(names, preset)
     with console.status("data"):
         files = {name: sources(name, data, out) for name in names}
-    folder = out / preset
-    waiting = [point for point in wanted if not _result(folder, point).exists()]
-    queue = [
-        _job(point, preset, files[point.dataset], folder, lambda: write(finished(names, preset, out), out / FILE))
-        for point in waiting
-    ]
+    done = {curve.point for curve in read(record(preset, out))}
+    waiting = [point for point in wanted if point not in done]
+    queue = [_job(point, preset, files[point.dataset], out) for point in waiting]
     run_jobs(queue, len(wanted) - len(waiting), jobs, console)
 
 
 def finished(names: Sequence[str], preset: str, out: Path) -> list[Curve]:
-    """Return the curves of the runs that are trained to the end."""
-    files = [(point, _result(out / preset, point)) for point in _wanted(names, preset)]
-    return [Curve(point, read_metrics(file)) for point, file in files if file.exists()]
+    """Return the curves of the runs that are trained to the end, in the order of training."""
+    curves = {curve.point: curve for curve in read(record(preset, out))}
+    return [curves[point] for point in _wanted(names, preset) if point in curves]
 
 
 def _wanted(names: Sequence[str], preset: str) -> list[Point]:
@@ -325,18 +326,12 @@ def _wanted(names: Sequence[str], preset: str) -> list[Point]:
     return sorted(found, key=lambda point: (point.seed > 0, point.sampler not in (FULL, *DECISIVE)))
 
 
-def _result(out: Path, point: Point) -> Path:
-    return out / point.dataset / f"{point.name}.csv"
-
-
-def _job(point: Point, preset: str, files: Mapping[str, Path], out: Path, report: Callable[[], None]) -> Job:
-    folder = out / point.dataset / point.name
+def _job(point: Point, preset: str, files: Mapping[str, Path], out: Path) -> Job:
+    folder, file = out / preset / point.dataset / point.name, record(preset, out)
 
     def keep_curve() -> None:
-        with replacing(_result(out, point)) as file:
-            file.write_bytes((folder / "metrics.csv").read_bytes())
+        write([*read(file), Curve(point, read_metrics(folder / "metrics.csv"))], file)
         rmtree(folder)
-        report()
 
     label = f"{point.dataset} {point.sampler} {point.negatives or ''}"
     return Job(label, folder, (("train", *command(point, preset, files, folder)),), keep_curve)
@@ -354,8 +349,10 @@ def write(curves: Iterable[Curve], file: Path) -> None:
 
 
 def read(file: Path) -> list[Curve]:
-    """Read the curves that `write` wrote."""
+    """Read the curves that `write` wrote; none if there is no file."""
     found: dict[Point, list[Metrics]] = {}
+    if not file.exists():
+        return []
     with file.open(newline="") as handle:
         for row in csv.DictReader(handle):
             number = int(row["negatives"]) if row["negatives"] else None
