@@ -119,6 +119,18 @@ def test_every_task_learns_and_writes_its_run(tmp_path, name, options):
     assert training.evaluate(model, loaded)["loss"] == pytest.approx(rows[-1].heldout_loss, abs=1e-6)
 
 
+def test_every_output_layer_sees_the_same_dropout(tmp_path):
+    """A pool of all classes has the gradients of the full softmax, so that only dropout could make a difference."""
+    options = {"dropout": 0.5, "model": "feed-forward", "optimizer": "sgd", "steps": 20}
+    losses = []
+    for sampler, number in (("full", 1), ("blocks", 100)):
+        folder = tmp_path / sampler
+        folder.mkdir()
+        rows, _ = train("next-item", folder, sampler=sampler, num_samples=number, **options)
+        losses.append([row.train_loss for row in rows[1:]])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 @pytest.mark.parametrize(("name", "options"), CASES[:2] + CASES[3:5] + CASES[9:])
 def test_a_stopped_run_goes_on_to_the_same_numbers(tmp_path, name, options):
     class StopAt(training.Observer):

@@ -134,13 +134,13 @@ class Model(nn.Module):
         trunk = self._parallel[0] if self._parallel and self.training else self.trunk
         return trunk(*batch.inputs, state) if self.recurrent else (trunk(*batch.inputs), None)
 
-    def forward(self, batch: Batch, state: Any = None) -> tuple[Tensor, Any]:
-        """Return the mean loss over all targets and the final state of the trunk."""
+    def forward(self, batch: Batch, state: Any = None, generator: torch.Generator | None = None) -> tuple[Tensor, Any]:
+        """Return the mean loss over all targets and the final state of the trunk; ``generator`` is for negatives."""
         hidden, state = self.hidden(batch, state)
         *places, labels = batch.target.shape
         query = hidden.unsqueeze(2).expand(*places, labels, -1)
         context = None if batch.context is None else batch.context.unsqueeze(2).expand_as(batch.target)
-        return self.head(query, batch.target, context=context), state
+        return self.head(query, batch.target, context=context, generator=generator), state
 
     def parallelise(self) -> None:
         """Wrap the trunk in data parallelism, if several processes train together."""

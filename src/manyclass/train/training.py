@@ -135,7 +135,8 @@ def _train(task: Task[Any], observer: Observer, run: Run, processes: Processes) 
         if state.step % task.steps_per_epoch == 0:
             state.hidden = None
         with processes.together("gradients"):
-            loss, state.hidden = model(task.batch(state.step).to(model.device), state.hidden)
+            batch = task.batch(state.step).to(model.device)
+            loss, state.hidden = model(batch, state.hidden, _negatives(settings.seed, state, processes))
             model.zero_grad()
             loss.backward()
         clip_grad_norm_(model.parameters(), settings.clip)
@@ -181,15 +182,24 @@ def _start(run: Run, model: Model, optimizer: Any, state: State, processes: Proc
     """Restore the last checkpoint, if there is one, and seed each process differently."""
     last = run.checkpoints()[-1:]
     if processes.world > 1:
-        step = int(last[0].name.removeprefix(CHECKPOINT)) if last else 0
         model.parallelise()
-        torch.manual_seed((seed * 1_000_003 + step) * processes.world + processes.rank)  # draws, dropout
+    step = int(last[0].name.removeprefix(CHECKPOINT)) if last else 0
+    torch.manual_seed(_seed(seed, step, processes))  # of dropout, whatever the model drew before
     if last:
         with usable(run):
             saved.restore(last[0], model, optimizer, state, processes)
         if processes.first:
             run.write_metrics(state.rows)
             run.write_json("config.json", {**run.config(), "settings": model.task.settings.to_json()})  # its new length
+
+
+def _seed(seed: int, step: int, processes: Processes) -> int:
+    return (seed * 1_000_003 + step) * processes.world + processes.rank
+
+
+def _negatives(seed: int, state: State, processes: Processes) -> torch.Generator:
+    """Return the generator of a step's negatives. Dropout has another, so it is the same for every output layer."""
+    return torch.Generator(state.device).manual_seed(_seed(seed, state.step, processes))
 
 
 def _measured(model: Model, task: Task[Any], state: State, steps: int, processes: Processes) -> Metrics:
