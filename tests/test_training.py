@@ -123,10 +123,10 @@ def test_every_output_layer_sees_the_same_dropout(tmp_path):
     """A pool of all classes has the gradients of the full softmax, so that only dropout could make a difference."""
     options = {"dropout": 0.5, "model": "feed-forward", "optimizer": "sgd", "steps": 20}
     losses = []
-    for sampler, number in (("full", 1), ("blocks", 100)):
-        folder = tmp_path / sampler
+    for layer in ({"sampler": "full"}, {"sampler": "blocks", "num_samples": 100}):
+        folder = tmp_path / layer["sampler"]
         folder.mkdir()
-        rows, _ = train("next-item", folder, sampler=sampler, num_samples=number, **options)
+        rows, _ = train("next-item", folder, **layer, **options)
         losses.append([row.train_loss for row in rows[1:]])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
