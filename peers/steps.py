@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import manyclass
 from manyclass.bench import tensorflow_step
 from manyclass.bench.step import WARM_UP, time_steps, training_step
+from manyclass.pages import keep_memory
 
 POOL, OWN = 4096, 32
 #: The index of mined negatives is rebuilt after so many steps; a step carries its share of that.
@@ -106,6 +107,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=Path("peers.csv"))
     given = parser.parse_args()
+    keep_memory()
     torch.set_num_threads(given.threads)
     faiss.omp_set_num_threads(given.threads)
     rows = []
