@@ -21,7 +21,8 @@ constexpr int64_t kAhead = 8;
 //   weight = scale · (weight − move · first / (√second · root + eps))
 //   first  = decay1 · first + gain1 · grad
 //   second = decay2 · second + gain2 · share · grad²     (the mean of the squares, if there is one number per row)
-//   weight = weight − rate · first / (√second · root + eps)
+//   weight = weight − rate · first / (√second · root + eps), where without `first` the gradient's own square is the least
+//            `second`, so that a step is no longer than rate even if share < 1
 void update_rows_(const Tensor& weight, const Tensor& first, const Tensor& second, const Tensor& rows, const Tensor& grad,
                   const Tensor& missed, double gain1, double gain2, double rate, double root, double eps) {
   const char* op = "update_rows_";

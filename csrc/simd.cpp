@@ -347,11 +347,13 @@ MANYCLASS_SIMD void update_row(const RowUpdate& update, const float* missed, int
     for (int64_t i = 0; i < size; ++i) first[i] = decay1 * first[i] + gain1 * grad[i];
   }
   const float* step = first ? first : grad;
+  const float least = first ? 0.0f : 1.0f;
   if (full) {
 #pragma omp simd
     for (int64_t i = 0; i < size; ++i) {
-      second[i] = decay2 * second[i] + gain2 * (grad[i] * grad[i]);
-      weight[i] = scale * weight[i] - rate * step[i] / (std::sqrt(second[i]) * root + eps);
+      const float square = grad[i] * grad[i], bound = least * square;
+      second[i] = decay2 * second[i] + gain2 * square;
+      weight[i] = scale * weight[i] - rate * step[i] / (std::sqrt(second[i] > bound ? second[i] : bound) * root + eps);
     }
     return;
   }
@@ -360,8 +362,9 @@ MANYCLASS_SIMD void update_row(const RowUpdate& update, const float* missed, int
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < size; ++i) sum += grad[i] * grad[i];
-    *second = decay2 * *second + gain2 * (sum / static_cast<float>(size));
-    factor /= std::sqrt(*second) * root + eps;
+    const float square = sum / static_cast<float>(size), bound = least * square;
+    *second = decay2 * *second + gain2 * square;
+    factor /= std::sqrt(*second > bound ? *second : bound) * root + eps;
   }
 #pragma omp simd
   for (int64_t i = 0; i < size; ++i) weight[i] = scale * weight[i] - factor * step[i];

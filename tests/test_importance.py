@@ -30,11 +30,15 @@ def exact_squares(head, query, target, scale=1.0):
 @pytest.mark.parametrize("sampler", ["blocks", "uniform"])
 @pytest.mark.parametrize(("passes", "clip"), [(1, False), (3, True)])
 @pytest.mark.parametrize("exact", [True, False])
-def test_squares_are_right_in_the_mean(sampler, passes, clip, exact, backend):
+@pytest.mark.parametrize("kind", ["Adam", "Adagrad"])
+def test_squares_are_right_in_the_mean(sampler, passes, clip, exact, kind, backend):
     """They are the squares of the full softmax's gradient, or larger."""
     options = {"own": 1, "probe": 1} if sampler == "blocks" else {"scope": "batch"}
     head, query, target = made(sampler=sampler, **options)
-    optimizer = optim.Adam(head.parameters(), lr=0.0, betas=(0.0, 1 - 1e-6), exact_squares=exact)
+    if kind == "Adam":
+        optimizer = optim.Adam(head.parameters(), lr=0.0, betas=(0.0, 1 - 1e-6), exact_squares=exact)
+    else:
+        optimizer = optim.Adagrad(head.parameters(), lr=0.0, exact_squares=exact)
     steps = 150
     for _ in range(steps):
         optimizer.zero_grad()
@@ -44,8 +48,24 @@ def test_squares_are_right_in_the_mean(sampler, passes, clip, exact, backend):
             manyclass.clip_grad_norm_(head.parameters(), 1e9)
         optimizer.step()
     squares, others = exact_squares(head, query, target, passes)
-    ratio = float(optimizer.state[head.weight]["exp_avg_sq"][others].sum() / 1e-6 / steps / squares[others].sum())
+    state = optimizer.state[head.weight]
+    found = state["exp_avg_sq"] / 1e-6 if kind == "Adam" else state["sum"]
+    ratio = float(found[others].sum() / steps / squares[others].sum())
     assert ratio == pytest.approx(1.0, rel=0.12) if exact else ratio > 1 + 2 / passes
+
+
+@pytest.mark.parametrize("rowwise", [True, False])
+def test_no_step_of_adagrad_is_longer_than_its_rate(rowwise, backend):
+    """Divided by its exact square alone, the first gradient of a rare class would be several times as long."""
+    head, query, target = made(own=1, probe=1)
+    before = head.weight.detach().clone()
+    optimizer = optim.Adagrad(head.parameters(), lr=0.5, rowwise=rowwise)
+    head(query, target).backward()
+    assert importance.read(head.weight.grad, head.weight.grad.coalesce().indices()[0]).max() > 2
+    optimizer.step()
+    moved = (head.weight.detach() - before).square()
+    longest = moved.mean(dim=1).max() if rowwise else moved.max()
+    assert float(longest) == pytest.approx(0.25, rel=1e-3)
 
 
 def passes_of(parameter):

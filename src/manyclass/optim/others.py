@@ -20,6 +20,8 @@ class Adagrad(Rows, torch.optim.Adagrad):  # pyright: ignore[reportIncompatibleM
         initial_accumulator_value: first value of the sums of squares.
         eps: added to the root of the sum.
         rowwise: keep one sum per row of parameters with sparse gradients: of the means of squares over the row.
+        exact_squares: subtract the variance of sampling from squared gradients of a `SampledSoftmax`, as `AdamW` does.
+            No step is longer than ``lr``.
         options: ``foreach`` and ``maximize``; ``fused`` and ``differentiable`` for dense gradients only.
     """
 
@@ -36,10 +38,11 @@ class Adagrad(Rows, torch.optim.Adagrad):  # pyright: ignore[reportIncompatibleM
         eps: float = 1e-10,
         *,
         rowwise: bool = False,
+        exact_squares: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, **options)
-        self._set_options(rowwise=rowwise)
+        self._set_options(rowwise=rowwise, exact_squares=exact_squares)
 
     def _make_moments(self, group: Group, parameter: Tensor, state: State) -> None:
         if "sum" not in state or (state["step"] == 1 and group["rowwise"]):  # torch's constructor makes full sums

@@ -40,6 +40,9 @@ def update_rows_(
     - ``first = decay1 · first + gain1 · grad``
     - ``second = decay2 · second + gain2 · share · grad²``, or the mean of the squares for one number per row
     - ``weight = weight − rate · first / (√second · root + eps)``
+
+    Without ``first``, the last line has at least ``grad²`` as ``second``. So no step is longer than ``rate``, for any
+    share.
     """
     if not ops.native_for(weight, grad):
         return update_rows_reference_(weight, first, second, rows, grad, missed, update)
@@ -70,7 +73,7 @@ def update_rows_reference_(
         first[rows] = step
     if second is not None:
         square = grad.square() if second.shape == weight.shape else grad.square().mean(dim=1, keepdim=True)
-        square = decay2 * second[rows] + update.gain2 * share * square
-        second[rows] = square
-        size = square.sqrt() * update.root + update.eps
+        sums = decay2 * second[rows] + update.gain2 * share * square
+        second[rows] = sums
+        size = (sums.maximum(square) if first is None else sums).sqrt() * update.root + update.eps
     weight[rows] = scale * values - update.rate * step / size

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from .. import optim
 from .settings import Settings
 
-KINDS = {"adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW}
+KINDS = {"adagrad": optim.Adagrad, "sgd": torch.optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW}
 
 
 def make(model: nn.Module, settings: Settings) -> Optimizer:
