@@ -13,7 +13,7 @@ HUGEPAGE, COLLAPSE = 14, 25
 
 # Parameters of glibc's mallopt: how many blocks have a mapping of their own, and how much free memory is given back.
 MMAP_MAX, TRIM_THRESHOLD = -4, -1
-ALL = (1 << 31) - 1
+NEVER = -1
 
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _madvise, _mallopt = getattr(_libc, "madvise", None), getattr(_libc, "mallopt", None)
@@ -42,4 +42,4 @@ def keep_memory() -> None:
     """
     if _mallopt is not None:
         _mallopt(MMAP_MAX, 0)
-        _mallopt(TRIM_THRESHOLD, ALL)
+        _mallopt(TRIM_THRESHOLD, NEVER)

@@ -194,7 +194,7 @@ def _start(run: Run, model: Model, optimizer: Any, state: State, processes: Proc
 
 
 def _seed(seed: int, step: int, processes: Processes) -> int:
-    return (seed * 1_000_003 + step) * processes.world + processes.rank
+    return ((seed * 1_000_003 + step) * processes.world + processes.rank) % (1 << 63)  # a range that torch takes
 
 
 def _negatives(seed: int, state: State, processes: Processes) -> torch.Generator:
