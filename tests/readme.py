@@ -122,18 +122,19 @@ def quality_table() -> str:
     return rows(header, lines)
 
 
-def sweep_table(column: str) -> str:
+def sweep_table(dataset: str, column: str) -> str:
     """Lay out how the runs of `manyclass reproduce bias` end: means over seeds by sampler and number of negatives."""
     ends: dict[tuple[str, str, str, str], str] = {}
-    for row in results("reproduce-converged.csv"):  # the last evaluation of a run is its last row
+    found = [row for row in results("reproduce-converged.csv") if row["dataset"] == dataset]
+    for row in found:  # the last evaluation of a run is its last row
         ends[row["sampler"], row["prediction"], row["negatives"], row["seed"]] = row[column]
     names = [name for name in (*reproduce.SAMPLERS, reproduce.BLOCKS) if any(key[0] == name for key in ends)]
     digits = 3 if column == "heldout_loss" else 0
 
     def cell(sampler: str, prediction: str, negatives: str) -> str:
-        found = [float(value) for key, value in ends.items() if key[:3] == (sampler, prediction, negatives)]
-        text = f"{sum(found) / len(found):.{digits}f}" if found else "–"
-        return f"{text} ({len(found)})" if len(found) > 1 else text
+        values = [float(value) for key, value in ends.items() if key[:3] == (sampler, prediction, negatives)]
+        text = f"{sum(values) / len(values):.{digits}f}" if values else "–"
+        return f"{text} ({len(values)})" if len(values) > 1 else text
 
     def predicts(sampler: str) -> str:
         return "absolute" if sampler in reproduce.ABSOLUTE else "softmax"
@@ -164,7 +165,7 @@ def generated() -> dict[Path, str]:
         measured = with_table(measured, name, table)
     sweep = REPRODUCTION.read_text("utf-8")
     for name, column in {"ends": "heldout_loss", "times": "cpu_seconds"}.items():
-        sweep = with_table(sweep, name, sweep_table(column))
+        sweep = with_table(sweep, name, sweep_table("beauty", column))
     return {
         REPRODUCTION: sweep,
         README: with_table(README.read_text("utf-8"), "steps", step_table()),
