@@ -20,18 +20,22 @@ using namespace manyclass;
 // The log of an empty sum: finite, so that products with its slopes, which are 0, are defined.
 constexpr float kNothing = -1e30f;
 
+// Classes of the pool that a thread takes at a time. Sums over so many in float, then in double, are precise.
+constexpr int64_t kSlice = 64;
+
 // The loss of examples with own negatives and a shared pool.
-// logits: (batch, pool), those of the pool, replaced by the derivatives of the loss
+// logits: (pool, batch), those of the pool, replaced by the derivatives of the loss up to a factor of each example
 // query: (batch, columns)   weight: (num_classes, columns)   bias: (num_classes,) or (0,)
 // classes: (batch, 1 + own), the positive first, or −1   log_count: (batch, own)   pool_log_count: (pool,)
 // hidden: (2, pairs): examples and slots of the pool that are empty for them
-// -> losses (batch,); outputs of the positives (batch,); derivatives by the logits of the classes, and of these logits' part
-//    by the query (batch, columns)
+// -> losses (batch,); outputs of the positives (batch,); the factors of the logits (batch,); derivatives by the logits of
+//    the classes, and of these logits' part by the query (batch, columns)
 // Without a positive the loss is the log-sum-exp of the corrected negatives, and its output 0.
-std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_loss_(const Tensor& logits, const Tensor& query, const Tensor& weight,
-                                                         const Tensor& bias, const Tensor& classes,
-                                                         const Tensor& log_count, const Tensor& pool_log_count,
-                                                         const Tensor& hidden, bool absolute) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> sampled_loss_(const Tensor& logits, const Tensor& query,
+                                                                 const Tensor& weight, const Tensor& bias,
+                                                                 const Tensor& classes, const Tensor& log_count,
+                                                                 const Tensor& pool_log_count, const Tensor& hidden,
+                                                                 bool absolute) {
   const char* op = "sampled_loss_";
   check(logits, ScalarType::Float, 2, op, "logits");
   check(query, ScalarType::Float, 2, op, "query");
@@ -41,13 +45,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_loss_(const Tensor& logits, c
   check(log_count, ScalarType::Float, 2, op, "log_count");
   check(pool_log_count, ScalarType::Float, 1, op, "pool_log_count");
   check(hidden, ScalarType::Long, 2, op, "hidden");
-  const int64_t batch = query.size(0), columns = query.size(1), slots = classes.size(1), shared = logits.size(1);
+  const int64_t batch = query.size(0), columns = query.size(1), slots = classes.size(1), shared = logits.size(0);
   require(weight.size(0) > 0 && weight.size(1) == columns, op, ": weight must have a class, and the columns of query");
   require(bias.numel() == 0 || bias.numel() == weight.size(0), op, ": bias must have one entry per class, or none");
   require(classes.size(0) == batch && log_count.size(0) == batch && log_count.size(1) + 1 == slots, op,
           ": classes must be (batch, 1 + own) and log_count (batch, own)");
-  require(logits.size(0) == batch && pool_log_count.numel() == shared, op,
-          ": logits must be (batch, pool) and pool_log_count (pool,)");
+  require(logits.size(1) == batch && pool_log_count.numel() == shared, op,
+          ": logits must be (pool, batch) and pool_log_count (pool,)");
   check_ids(classes, -1, weight.size(0), op, "classes");
   const int64_t pairs = hidden.size(1);
   const auto* hidden_data = hidden.const_data_ptr<int64_t>();
@@ -59,6 +63,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_loss_(const Tensor& logits, c
   }
 
   Tensor losses = torch::stable::new_empty(query, {batch}), positives = torch::stable::new_empty(query, {batch});
+  Tensor factors = torch::stable::new_empty(query, {batch});
   Tensor slopes = torch::stable::new_empty(query, {batch, slots});
   Tensor query_slopes = torch::stable::new_empty(query, {batch, columns});
   const auto* query_data = query.const_data_ptr<float>();
@@ -70,6 +75,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_loss_(const Tensor& logits, c
   auto* pool_data = logits.mutable_data_ptr<float>();
   auto* loss_data = losses.mutable_data_ptr<float>();
   auto* positive_data = positives.mutable_data_ptr<float>();
+  auto* factor_data = factors.mutable_data_ptr<float>();
   auto* slope_data = slopes.mutable_data_ptr<float>();
   auto* query_slope_data = query_slopes.mutable_data_ptr<float>();
   const auto sign = [](float x) { return static_cast<float>((x > 0) - (x < 0)); };
@@ -77,17 +83,34 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_loss_(const Tensor& logits, c
   std::vector<float> pool_signs(absolute ? logits.numel() : 0);
   if (absolute) std::transform(pool_data, pool_data + logits.numel(), pool_signs.begin(), sign);
   if (absolute) std::transform(pool_data, pool_data + logits.numel(), pool_data, [](float x) { return std::fabs(x); });
-  for (int64_t i = 0; i < pairs; ++i) pool_data[hidden_data[i] * shared + hidden_data[pairs + i]] = -INFINITY;
+  for (int64_t i = 0; i < pairs; ++i) pool_data[hidden_data[pairs + i] * batch + hidden_data[i]] = -INFINITY;
+  // The largest of each example's terms, then sums of exponentials.
+  const int64_t slices = (shared + kSlice - 1) / kSlice;
+  const auto in_slices = [&](const auto& take) {
+    torch::stable::parallel_for(0, slices, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) take(i, i * kSlice, std::min(kSlice, shared - i * kSlice));
+    });
+  };
+  std::vector<float> found(slices * batch, -INFINITY), pool_shifts(batch, kNothing);
+  in_slices([&](int64_t slice, int64_t first, int64_t count) {
+    subtract_max_columns(pool_data + first * batch, pool_count_data + first, count, batch, &found[slice * batch]);
+  });
+  for (size_t i = 0; i < found.size(); ++i) pool_shifts[i % batch] = std::max(pool_shifts[i % batch], found[i]);
+  std::fill(found.begin(), found.end(), 0.0f);
+  in_slices([&](int64_t slice, int64_t first, int64_t count) {
+    exp_sum_columns(pool_data + first * batch, count, batch, pool_shifts.data(), &found[slice * batch]);
+  });
+  std::vector<double> pool_sums(batch);
+  for (size_t i = 0; i < found.size(); ++i) pool_sums[i % batch] += found[i];
   torch::stable::parallel_for(0, batch, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> signs(slots);
     std::vector<int64_t> ids(slots);
     for (int64_t row = begin; row < end; ++row) {
       const int64_t* own = class_data + row * slots;
       float* slope = slope_data + row * slots;
-      float* pool = pool_data + row * shared;
       std::transform(own, own + slots, ids.begin(), [](int64_t id) { return std::max<int64_t>(id, 0); });
       dots_at(query_data + row * columns, weight_data, ids.data(), slots, columns, slope);
-      float largest = -INFINITY;
+      float largest = pool_shifts[row];
       for (int64_t k = 0; k < slots; ++k) {
         float logit = slope[k] + (bias_data ? bias_data[ids[k]] : 0.0f);
         signs[k] = absolute ? sign(logit) : 1.0f;
@@ -99,31 +122,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sampled_loss_(const Tensor& logits, c
       const bool alone = own[0] < 0;
       const double positive = alone ? 0 : slope[0];
       positive_data[row] = static_cast<float>(positive);
-      largest = subtract_max(pool, pool_count_data, shared, largest);
-      if (largest == -INFINITY) {  // neither a positive nor a slot that is not empty
-        const auto is_nan = [](float x) { return std::isnan(x); };
-        const bool unknown = std::any_of(slope, slope + slots, is_nan) || std::any_of(pool, pool + shared, is_nan);
-        std::fill(pool, pool + shared, 0.0f);
-        std::fill(slope, slope + slots, 0.0f);
-        std::fill(query_slope_data + row * columns, query_slope_data + (row + 1) * columns, 0.0f);
-        loss_data[row] = unknown ? NAN : kNothing;
-        continue;
-      }
       const double first = alone ? 0 : std::exp(positive - largest);
-      const double rest = static_cast<double>(exp_sum(slope + 1, slots - 1, largest)) + exp_sum(pool, shared, largest);
+      const double shrink = std::exp(static_cast<double>(pool_shifts[row]) - largest);
+      const double rest = exp_sum(slope + 1, slots - 1, largest) + pool_sums[row] * shrink;
       const double total = rest + first;
-      loss_data[row] = static_cast<float>(std::log(total) + largest - positive);
+      loss_data[row] = total == 0 ? kNothing : static_cast<float>(std::log(total) + largest - positive);
       // −rest/total instead of first/total − 1 keeps its precision if the positive has nearly all the mass.
       slope[0] = alone ? 0.0f : signs[0] * static_cast<float>(-rest / total);
-      const auto scale = static_cast<float>(1 / total);
-      for (int64_t k = 1; k < slots; ++k) slope[k] *= signs[k] * scale;
-      for (int64_t k = 0; k < shared; ++k) pool[k] *= scale;
-      if (absolute) std::transform(pool, pool + shared, pool_signs.data() + row * shared, pool, std::multiplies<>());
+      const double scale = total == 0 ? 0 : 1 / total;
+      for (int64_t k = 1; k < slots; ++k) slope[k] *= signs[k] * static_cast<float>(scale);
+      factor_data[row] = static_cast<float>(shrink * scale);
       // The rows were just read for the logits: they are still in the nearest cache.
       combine_at(weight_data, ids.data(), slope, slots, columns, query_slope_data + row * columns);
     }
   });
-  return {losses, positives, slopes, query_slopes};
+  if (absolute) std::transform(pool_data, pool_data + logits.numel(), pool_signs.data(), pool_data, std::multiplies<>());
+  return {losses, positives, factors, slopes, query_slopes};
 }
 
 // Sorts keys and carries their positions along: least significant digit first, so equal keys keep their order.
@@ -258,7 +272,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_gradients(const Tensor& query, co
 STABLE_TORCH_LIBRARY_FRAGMENT(manyclass, library) {
   library.def(
       "sampled_loss_(Tensor(a!) logits, Tensor query, Tensor weight, Tensor bias, Tensor classes, Tensor log_count, "
-      "Tensor pool_log_count, Tensor hidden, bool absolute) -> (Tensor, Tensor, Tensor, Tensor)");
+      "Tensor pool_log_count, Tensor hidden, bool absolute) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def(
       "row_gradients(Tensor query, Tensor slopes, Tensor classes, Tensor log_count, Tensor pool, Tensor pool_log_count, "
       "Tensor pool_values, Tensor pool_bias_values, int num_classes) -> (Tensor, Tensor, Tensor, Tensor)");

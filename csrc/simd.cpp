@@ -129,14 +129,16 @@ MANYCLASS_SIMD void sum_outer_products(const float* rows, int64_t count, int64_t
   }
 }
 
-MANYCLASS_SIMD float subtract_max(float* values, const float* offsets, int64_t count, float floor) {
-  float largest = floor;
-#pragma omp simd reduction(max : largest)
-  for (int64_t i = 0; i < count; ++i) {
-    values[i] -= offsets[i];
-    largest = values[i] > largest ? values[i] : largest;
+MANYCLASS_SIMD void subtract_max_columns(float* rows, const float* offsets, int64_t count, int64_t size, float* largest) {
+  for (int64_t row = 0; row < count; ++row) {
+    float* values = rows + row * size;
+    const float offset = offsets[row];
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) {
+      values[i] -= offset;
+      largest[i] = values[i] > largest[i] ? values[i] : largest[i];
+    }
   }
-  return largest;
 }
 
 MANYCLASS_SIMD float add_row(const float* row, int64_t size, float* out) {
@@ -302,30 +304,52 @@ MANYCLASS_SIMD void choose(const float* e, const float* pool, int64_t count, int
   }
 }
 
-// The integer part of NaN is arbitrary, but the result is NaN. Excluding NaN would cost a tenth of the loop.
+namespace {
+
+// exp(value) for values that are at most 0, −∞ among them. The integer part of NaN is arbitrary, but the result is NaN.
+// Excluding NaN would cost a tenth of a loop.
+__attribute__((no_sanitize("float-cast-overflow"), always_inline)) inline float exp_of(float value) {
+  const float x = value < -88.0f ? -88.0f : value;
+  // exp(x) = 2^k · exp(r) with |r| ≤ ln(2)/2, where eight terms of the series are exact to rounding; k = −127 gives 0.
+  const auto k = static_cast<int32_t>(x * 1.44269504f - 0.5f);
+  const float r = (x - static_cast<float>(k) * 0.693359375f) + static_cast<float>(k) * 2.12194440e-4f;
+  float series = 1.0f / 5040;
+  series = series * r + 1.0f / 720;
+  series = series * r + 1.0f / 120;
+  series = series * r + 1.0f / 24;
+  series = series * r + 1.0f / 6;
+  series = series * r + 0.5f;
+  series = series * r + 1.0f;
+  series = series * r + 1.0f;
+  const uint32_t bits = static_cast<uint32_t>(k + 127) << 23;
+  float power;
+  __builtin_memcpy(&power, &bits, sizeof power);
+  return series * power;
+}
+
+}  // namespace
+
 __attribute__((no_sanitize("float-cast-overflow"))) MANYCLASS_SIMD float exp_sum(float* values, int64_t count, float shift) {
   float sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (int64_t i = 0; i < count; ++i) {
-    const float shifted = values[i] - shift, x = shifted < -88.0f ? -88.0f : shifted;
-    // exp(x) = 2^k · exp(r) with |r| ≤ ln(2)/2, where eight terms of the series are exact to rounding; k = −127 gives 0.
-    const auto k = static_cast<int32_t>(x * 1.44269504f - 0.5f);
-    const float r = (x - static_cast<float>(k) * 0.693359375f) + static_cast<float>(k) * 2.12194440e-4f;
-    float series = 1.0f / 5040;
-    series = series * r + 1.0f / 720;
-    series = series * r + 1.0f / 120;
-    series = series * r + 1.0f / 24;
-    series = series * r + 1.0f / 6;
-    series = series * r + 0.5f;
-    series = series * r + 1.0f;
-    series = series * r + 1.0f;
-    const uint32_t bits = static_cast<uint32_t>(k + 127) << 23;
-    float power;
-    __builtin_memcpy(&power, &bits, sizeof power);
-    values[i] = series * power;
+    values[i] = exp_of(values[i] - shift);
     sum += values[i];
   }
   return sum;
+}
+
+__attribute__((no_sanitize("float-cast-overflow"))) MANYCLASS_SIMD void exp_sum_columns(float* rows, int64_t count,
+                                                                                        int64_t size, const float* shifts,
+                                                                                        float* sums) {
+  for (int64_t row = 0; row < count; ++row) {
+    float* values = rows + row * size;
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) {
+      values[i] = exp_of(values[i] - shifts[i]);
+      sums[i] += values[i];
+    }
+  }
 }
 
 MANYCLASS_SIMD void update_row(const RowUpdate& update, const float* missed, int64_t size, const float* grad, float* first,

@@ -46,8 +46,8 @@ void sum_rows(const float* rows, int64_t count, int64_t size, float* out);
 // `scratch`, aligned to 64 bytes, holds count × size numbers with size rounded up to a multiple of 32.
 void sum_outer_products(const float* rows, int64_t count, int64_t size, float* scratch, float* out);
 
-// values[i] −= offsets[i]; returns the largest of them and of `floor`.
-float subtract_max(float* values, const float* offsets, int64_t count, float floor);
+// Subtracts offsets[j] from row j of `count` rows, and raises largest[i] to the largest number of column i.
+void subtract_max_columns(float* rows, const float* offsets, int64_t count, int64_t size, float* largest);
 
 // out += row; returns ‖row‖².
 float add_row(const float* row, int64_t size, float* out);
@@ -93,6 +93,9 @@ void update_row(const RowUpdate& update, const float* missed, int64_t size, cons
 
 // values[i] = exp(values[i] − shift) for values that are at most `shift`, −∞ among them; returns their sum.
 float exp_sum(float* values, int64_t count, float shift);
+
+// The same for `count` rows with a shift for each column; adds to sums[i] the sum of column i.
+void exp_sum_columns(float* rows, int64_t count, int64_t size, const float* shifts, float* sums);
 
 // sums[i] += exp(2·(min(values[i], cutoff) − total)), at most 1 each. `values` is overwritten.
 void add_squared_shares(float* values, int64_t count, float cutoff, float total, float* sums);

@@ -307,12 +307,12 @@ def own_draw(rng: random.Random) -> tuple[Arguments, Truth]:
 
 
 def sampled_loss_(rng: random.Random) -> tuple[Arguments, Truth]:
-    batch, n, columns = rng.randint(0, 5), rng.randint(1, 40), rng.randint(1, 40)
+    batch, n, columns = rng.choice([*range(6), 17, 70]), rng.randint(1, 40), rng.randint(1, 40)
     own, shared, scale = rng.randint(0, 20), rng.randint(0, 40), rng.choice([0.1, 1, 10])
     log_count = torch.randn(batch, own)
     log_count[torch.rand(batch, own) < 0.1] = math.inf
     arguments = {
-        "logits": torch.randn(batch, shared) * scale,
+        "logits": torch.randn(shared, batch) * scale,
         "query": torch.randn(batch, columns) * scale,
         "weight": torch.randn(n, columns),
         "bias": torch.randn(rng.choice([0, n])),
@@ -330,7 +330,7 @@ def sampled_loss_(rng: random.Random) -> tuple[Arguments, Truth]:
         raw = torch.einsum("bd,bkd->bk", query, rows)
         if len(arguments["bias"]):
             raw = raw + arguments["bias"].double()[classes.clamp(min=0)]
-        raw, pooled = raw.requires_grad_(), arguments["logits"].double().requires_grad_()
+        raw, pooled = raw.requires_grad_(), arguments["logits"].T.double().requires_grad_()
         outputs = [part.abs() if arguments["absolute"] else part for part in (raw, pooled)]
         shared_terms = (outputs[1] - arguments["pool_log_count"].double()).index_put(
             tuple(arguments["hidden"]), torch.tensor(-math.inf, dtype=F64)
@@ -345,10 +345,10 @@ def sampled_loss_(rng: random.Random) -> tuple[Arguments, Truth]:
         close = {"rtol": 1e-4, "atol": 1e-3 * max(1.0, scale)}
         assert_close(results[0].double(), loss.detach(), **close)
         assert_close(results[1].double(), positive.detach(), **close)
-        assert_close(results[2].double(), slopes, rtol=1e-3, atol=2e-3)
-        assert_close(after["logits"].double(), pool_slopes, rtol=1e-3, atol=2e-3)
-        expected = torch.einsum("bk,bkd->bd", results[2].double(), rows)
-        assert_close(results[3].double(), expected, rtol=1e-4, atol=1e-4)
+        assert_close((after["logits"] * results[2]).double().T, pool_slopes, rtol=1e-3, atol=2e-3)
+        assert_close(results[3].double(), slopes, rtol=1e-3, atol=2e-3)
+        expected = torch.einsum("bk,bkd->bd", results[3].double(), rows)
+        assert_close(results[4].double(), expected, rtol=1e-4, atol=1e-4)
 
     return arguments, truth
 

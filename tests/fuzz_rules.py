@@ -213,7 +213,7 @@ def best_classes(
 
 
 def sampled_loss_(logits, query, weight, bias, classes, log_count, pool_log_count, hidden, absolute):
-    batch, shared = logits.shape
+    shared, batch = logits.shape
     return (
         len(weight) > 0
         and weight.shape[1] == query.shape[1]

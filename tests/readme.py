@@ -21,11 +21,12 @@ PAGE, RELATED, MEASURED, OVERVIEW, REPRODUCTION, RESULTS = (
 )
 # Layers of the README's table, as `manyclass bench step` calls them, and what the README calls them.
 LAYERS = {
-    "full softmax": "full softmax",
+    step.PLAIN: "full softmax in a plain Python process",
+    step.FULL: "full softmax in a process that keeps freed memory, like all below",
     "quadratic": "the paper's quadratic kernel",
     step.CLUSTERED: "`manyclass`, default, classes in clusters as after a training",
-    "blocks": "`manyclass`, default, classes without structure as before it",
-    "uniform pool": "uniform pool of as many negatives: faster, with a larger error",
+    step.BLOCKS: "`manyclass`, default, classes without structure as before it",
+    step.EQUAL_NEGATIVES: "uniform pool of as many negatives: faster, with a larger error",
 }
 
 
@@ -66,21 +67,20 @@ def results(name: str) -> list[dict[str, str]]:
 def step_table() -> str:
     """Steps of some layers with a million classes, from `manyclass bench step`."""
     steps = [row for row in results("step.csv") if (row["in_features"], row["num_classes"]) == ("64", "1000000")]
-    found = {name: next(row for row in steps if row["layer"].startswith(name)) for name in LAYERS}
-    full = float(found["full softmax"]["seconds"])
+    seconds = {row["layer"]: float(row["seconds"]) for row in steps}
+    fulls = (step.PLAIN, step.FULL)
     lines = [
-        (title, f"{1e3 * (seconds := float(found[name]['seconds'])):.1f}", f"{full / seconds:.1f}×")
+        (title, f"{1e3 * seconds[name]:.1f}", *(f"{seconds[full] / seconds[name]:.1f}×" for full in fulls))
         for name, title in LAYERS.items()
     ]
-    return rows(("output layer", "milliseconds", "full softmax / this"), lines)
+    return rows(("output layer", "milliseconds", "plain full softmax / this", "full softmax / this"), lines)
 
 
 def sizes_table() -> str:
     """Steps as the classes grow, from `manyclass bench step`."""
     steps = [row for row in results("step.csv") if row["in_features"] == "64"]
     sizes = list(dict.fromkeys(row["num_classes"] for row in steps))
-    layers = ("full softmax", "uniform pool", "uniform pool of 12", "TensorFlow", step.BLOCKS, step.CLUSTERED)
-    names = [next(row["layer"] for row in steps if row["layer"].startswith(layer)) for layer in layers]
+    names = (step.PLAIN, step.FULL, step.EQUAL_NEGATIVES, step.EQUAL_ROWS, step.TENSORFLOW, step.BLOCKS, step.CLUSTERED)
     cells = {(row["num_classes"], row["layer"]): f"{1e3 * float(row['seconds']):.1f}" for row in steps}
     lines = [(f"{int(size):,}", *(cells.get((size, name), "left out") for name in names)) for size in sizes]
     return rows(("classes", *names), lines)

@@ -428,13 +428,13 @@ def test_touched_blocks_wait_in_line(monkeypatch):
     assert len(touched) > 14
     sampler.update(weight, rows)
     assert int(sampler.line.touched.sum()) == len(touched) - 7  # one of eight is swept
-    for _ in range(2):
+    for _ in range(4):  # every other update refreshes blocks
         sampler.update(weight, rows[:0])
     assert int(sampler.line.touched.sum()) == max(0, len(touched) - 21)
     leaves = tree.firsts[-1]
     changed = (tree.mean.code[leaves:] != before[leaves:]).any(1).nonzero().flatten()
     assert set(changed.tolist()) <= set(touched.tolist())
-    for _ in range(3):
+    for _ in range(6):
         sampler.update(weight, rows[:0])
     fresh = copy.deepcopy(tree)
     fresh.summarise(weight, None, torch.arange(tree.blocks), copy.deepcopy(sampler.codes))

@@ -190,6 +190,9 @@ def test_bench_step(tmp_path, monkeypatch):
     monkeypatch.setattr(step, "LARGEST", 5000)
     monkeypatch.setattr(step, "GROWTH", (500, 5000))
     monkeypatch.setattr(step, "CONSECUTIVE", 1)
+    plain = step._plain(500, 16)
+    assert 0 < plain < 1
+    monkeypatch.setattr(step, "_plain", lambda num_classes, in_features: plain)
     for module in (step, profiling):
         monkeypatch.setattr(module, "WARM_UP", 16)
     monkeypatch.setitem(sys.modules, "tensorflow", None)
@@ -201,7 +204,7 @@ def test_bench_step(tmp_path, monkeypatch):
     rows = read_csv(tmp_path / "step.csv")
     pools = {step.EQUAL_NEGATIVES, step.EQUAL_ROWS, step.LOG_UNIFORM}
     blocks = {step.BLOCKS, step.CLUSTERED}
-    layers = {"full softmax", "adaptive softmax", "uniform", "unigram", "quadratic", *blocks, *pools}
+    layers = {step.PLAIN, step.FULL, "adaptive softmax", "uniform", "unigram", "quadratic", *blocks, *pools}
     assert {row["layer"] for row in rows} == layers
     assert len(rows) == 4 * len(layers) + 8  # beyond the largest there is no tree and no adaptive softmax
     assert all(float(row["sampler_memory"]) > 0 for row in rows if row["layer"] == step.BLOCKS)

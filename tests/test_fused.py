@@ -111,16 +111,18 @@ def test_an_example_without_anything_has_no_gradient():
 
 
 def test_exponentials_are_exact_to_rounding():
-    """One negative each: the slope is its softmax probability, over the whole range of float32."""
-    logits = torch.linspace(0, -120, 2401).unsqueeze(-1)
-    slopes, query, weight = logits.clone(), torch.zeros(2401, 1), torch.zeros(1, 1)
-    classes, hidden = torch.zeros(2401, 1, dtype=torch.long), torch.zeros(2, 0, dtype=torch.long)
+    """A pool of two classes, one with logit 0: slopes are softmax probabilities, over the whole range of float32."""
+    logit = torch.linspace(0, -120, 2401)
+    slopes, query, weight = torch.stack([torch.zeros(2401), logit]), torch.zeros(2401, 1), torch.zeros(1, 1)
+    classes, hidden = torch.full((2401, 1), -1), torch.zeros(2, 0, dtype=torch.long)
     nothing = torch.zeros(2401, 0)
-    torch.ops.manyclass.sampled_loss_(
-        slopes, query, weight, torch.zeros(0), classes, nothing, torch.zeros(1), hidden, False
-    )
-    torch.testing.assert_close(slopes.double(), logits.double().sigmoid(), rtol=5e-7, atol=1e-37)
-    assert (slopes[logits < -90] == 0).all()
+    factors = torch.ops.manyclass.sampled_loss_(
+        slopes, query, weight, torch.zeros(0), classes, nothing, torch.zeros(2), hidden, False
+    )[2]
+    slopes = (slopes * factors).double()
+    torch.testing.assert_close(slopes[0], (-logit.double()).sigmoid(), rtol=5e-7, atol=1e-37)
+    torch.testing.assert_close(slopes[1], logit.double().sigmoid(), rtol=5e-7, atol=1e-37)
+    assert (slopes[1, logit < -90] == 0).all()
 
 
 def loss_of(arguments, **options):
@@ -175,17 +177,17 @@ def test_opcheck():
     classes = torch.cat([target[:, None], draw.ids], 1)
     counts = (draw.log_count, draw.pool_log_count, draw.hidden)
     native, tables = torch.ops.manyclass, (query, weight, offsets)
-    torch.library.opcheck(native.sampled_loss_.default, (torch.randn(4, 7), *tables, classes, *counts, True))
+    torch.library.opcheck(native.sampled_loss_.default, (torch.randn(7, 4), *tables, classes, *counts, True))
     rows = (draw.log_count, draw.pool, draw.pool_log_count, torch.randn(7, 5), torch.randn(7), 30)
     torch.library.opcheck(native.row_gradients.default, (query, torch.rand(4, 7), classes, *rows))
     for bad in (-2, 30):
         wrong = torch.full_like(classes, bad)
         with pytest.raises(ValueError, match=r"classes must be in \[-1, 30\)"):
-            native.sampled_loss_(torch.randn(4, 7), *tables, wrong, *counts, False)
+            native.sampled_loss_(torch.randn(7, 4), *tables, wrong, *counts, False)
         with pytest.raises(ValueError, match=r"classes must be in \[-1, 30\)"):
             native.row_gradients(query, torch.rand(4, 7), wrong, *rows)
     with pytest.raises(ValueError, match=r"hidden must hold examples and slots of the pool, got \(0, 7\)"):
-        native.sampled_loss_(torch.randn(4, 7), *tables, classes, *counts[:2], torch.tensor([[0], [7]]), False)
+        native.sampled_loss_(torch.randn(7, 4), *tables, classes, *counts[:2], torch.tensor([[0], [7]]), False)
 
 
 def test_weights_changed_between_forward_and_backward_do_not_matter():

@@ -151,7 +151,7 @@ def test_a_loss_of_nothing_but_nan_is_nan():
     """It once was that of an example without negatives, −1e30, which looks like a very good model."""
     classes, hidden = torch.zeros(1, 3, dtype=torch.long), torch.zeros(2, 0, dtype=torch.long)
     tables = (torch.ones(1, 2), torch.full((4, 2), math.nan), torch.zeros(0), classes, torch.zeros(1, 2))
-    loss = native.sampled_loss_(torch.full((1, 5), math.nan), *tables, torch.zeros(5), hidden, False)[0]
+    loss = native.sampled_loss_(torch.full((5, 1), math.nan), *tables, torch.zeros(5), hidden, False)[0]
     assert loss.isnan().all()
 
 
@@ -159,4 +159,4 @@ def test_a_loss_needs_a_class():
     classes, hidden = torch.full((1, 3), -1), torch.zeros(2, 0, dtype=torch.long)
     tables = (torch.ones(1, 2), torch.zeros(0, 2), torch.zeros(0), classes, torch.zeros(1, 2), torch.zeros(5), hidden)
     with pytest.raises(ValueError, match="sampled_loss_: weight must have a class"):
-        native.sampled_loss_(torch.zeros(1, 5), *tables, False)
+        native.sampled_loss_(torch.zeros(5, 1), *tables, False)

@@ -133,42 +133,45 @@ class _Native(torch.autograd.Function):
         note: Note | None,
     ) -> tuple[Tensor, Tensor]:
         query, offsets = query.contiguous(), query.new_empty(0) if bias is None else bias.contiguous()
-        drawn = weight[pool]
-        logits = query @ drawn.T
+        drawn = weight.index_select(0, pool)
+        logits = drawn @ query.T  # (pool, batch): this product and those with its result are faster than transposed
         if bias is not None:
-            logits += offsets[pool]
+            logits += offsets.index_select(0, pool).unsqueeze(-1)
         tables = (query, weight.contiguous(), offsets)
         counts = (log_count.contiguous(), pool_log_count.contiguous(), hidden.contiguous())
-        loss, positive, slopes, query_slopes = torch.ops.manyclass.sampled_loss_(
+        loss, positive, factors, slopes, query_slopes = torch.ops.manyclass.sampled_loss_(
             logits, *tables, classes.contiguous(), *counts, absolute
         )
         # The positive's output depends on the query and its row; −1 is any row, without a gradient.
         target = classes[:, 0]
-        positives = weight[target]
+        positives = weight.index_select(0, target.clamp(min=0))
         sign = (target >= 0).to(query.dtype)
         if absolute:
             logit = (query * positives).sum(dim=-1)
             sign *= (logit if bias is None else logit + offsets[target]).sign()
         draws = (classes, log_count, pool, pool_log_count)
-        ctx.save_for_backward(query, *draws, drawn, logits, slopes, query_slopes, positives, sign)
+        ctx.save_for_backward(query, *draws, drawn, logits, factors, slopes, query_slopes, positives, sign)
         ctx.weight, ctx.bias, ctx.sparse, ctx.exchange, ctx.note = weight, bias, sparse, exchange, note
         return loss, positive
 
     @staticmethod
     @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        query, *draws, drawn, logits, slopes, query_slopes, positives, sign = ctx.saved_tensors
+        query, *draws, drawn, logits, factors, slopes, query_slopes, positives, sign = ctx.saved_tensors
+        factors = factors.unsqueeze(-1)
         grad, of_positive = grads[0].unsqueeze(-1), grads[1] * sign
         slopes = slopes * grad
         slopes[:, 0] += of_positive
         of_query, of_weight, of_bias = ctx.needs_input_grad[:3]
         query_grad = weight_grad = bias_grad = None
         if of_query:
-            query_grad = (logits @ drawn).add_(query_slopes).mul_(grad).addcmul_(of_positive.unsqueeze(-1), positives)
+            query_grad = (logits.T @ drawn).mul_(factors).add_(query_slopes).mul_(grad)
+            query_grad.addcmul_(of_positive.unsqueeze(-1), positives)
         if of_weight or of_bias:
-            pool_grads = logits.T @ (grad * query), (logits.T @ grad).squeeze(-1)
+            scaled = factors * grad
+            pool_bias = (logits @ scaled).squeeze(-1) if of_bias else query.new_zeros(len(logits))
             rows, values, bias_values, excess = torch.ops.manyclass.row_gradients(
-                query, slopes, *draws, *pool_grads, len(ctx.weight)
+                query, slopes, *draws, logits @ (scaled * query), pool_bias, len(ctx.weight)
             )
             if ctx.note is not None:
                 ctx.note(rows, excess)

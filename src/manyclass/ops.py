@@ -123,7 +123,7 @@ if _NATIVE:
     @torch.library.register_fake("manyclass::sampled_loss_")
     def _(logits, query, weight, bias, classes, log_count, pool_log_count, hidden, absolute):
         each = query.new_empty(len(query))
-        return each, each.clone(), query.new_empty(classes.shape), torch.empty_like(query)
+        return each, each.clone(), each.clone(), query.new_empty(classes.shape), torch.empty_like(query)
 
     @torch.library.register_fake("manyclass::sum_up_")
     def _(sums, leaves):

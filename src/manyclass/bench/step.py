@@ -3,6 +3,8 @@
 import gc
 import itertools
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +32,8 @@ OWN, POOL = 32, NUM_SAMPLES["batch"]
 EACH = NUM_SAMPLES["example"]
 LOG_UNIFORM_POOL = 4096
 FULL, BLOCKS = "full softmax", f"blocks, {OWN} own + pool of {POOL}"
+# The same in a process of its own, which gives freed memory back to the system, as a Python program does by default.
+PLAIN = "full softmax, plain process"
 # The same with classes in clusters, as after a training: here each example needs own negatives.
 CLUSTERED = f"{BLOCKS}, clustered classes"
 EQUAL_NEGATIVES = f"uniform pool of {OWN + POOL}"
@@ -90,6 +94,8 @@ def run(out: Path, console: Console) -> None:
         task = progress.add_task("sizes", total=sum(map(len, CLASSES.values())))
         for in_features, sizes in CLASSES.items():
             for num_classes in sizes:
+                if _room_for_full(num_classes):
+                    rows.append(Row(in_features, num_classes, PLAIN, _plain(num_classes, in_features), 0.0))
                 steps, memory = _steps(num_classes, in_features)
                 for layer, seconds in time_steps(steps).items():
                     rows.append(Row(in_features, num_classes, layer, seconds, memory.get(layer, 0.0)))
@@ -110,17 +116,39 @@ def run(out: Path, console: Console) -> None:
         console.print(line, soft_wrap=True)
 
 
-def _steps(num_classes: int, in_features: int) -> tuple[dict[str, Callable[[], object]], dict[str, float]]:
-    """Return a training step for each output layer, and the memory of the samplers in units of the class weights.
+def _room_for_full(num_classes: int) -> bool:
+    """Return whether the logits of the full softmax take less than an eighth of the memory."""
+    return BATCH * num_classes * 4 < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 8
 
-    There is no full softmax where its logits take an eighth of the memory or more.
-    """
+
+def _full(num_classes: int, query: Tensor, target: Tensor) -> Callable[[], None]:
+    """Return a training step of the full softmax."""
+    in_features = query.shape[1]
+    weight = nn.Parameter(torch.rand(num_classes, in_features) / in_features**0.5)
+    return training_step([weight], lambda q: F.linear_cross_entropy(q, weight, target), query)
+
+
+def _plain(num_classes: int, in_features: int) -> float:
+    """Time the full softmax in a plain process."""
+    call = f"print_full({num_classes}, {in_features}, {torch.get_num_threads()})"
+    program = [sys.executable, "-c", f"from {__name__} import print_full; {call}"]
+    return float(subprocess.run(program, capture_output=True, text=True, check=True).stdout)
+
+
+def print_full(num_classes: int, in_features: int, threads: int) -> None:
+    """Print the seconds of a step of the full softmax."""
+    torch.set_num_threads(threads)
+    query, target = torch.randn(BATCH, in_features), torch.randint(num_classes, (BATCH,))
+    print(time_steps({FULL: _full(num_classes, query, target)})[FULL])
+
+
+def _steps(num_classes: int, in_features: int) -> tuple[dict[str, Callable[[], object]], dict[str, float]]:
+    """Return a training step for each output layer, and the memory of the samplers in units of the class weights."""
     torch.manual_seed(0)
     query, target = torch.randn(BATCH, in_features), torch.randint(num_classes, (BATCH,))
     steps: dict[str, Callable[[], object]] = {}
-    if BATCH * num_classes * 4 < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 8:
-        full = nn.Parameter(torch.rand(num_classes, in_features) / in_features**0.5)
-        steps[FULL] = training_step([full], lambda q: F.linear_cross_entropy(q, full, target), query)
+    if _room_for_full(num_classes):
+        steps[FULL] = _full(num_classes, query, target)
     if num_classes <= LARGEST:
         cutoffs = [num_classes // 50, num_classes // 5]
         adaptive = nn.AdaptiveLogSoftmaxWithLoss(in_features, num_classes, cutoffs)

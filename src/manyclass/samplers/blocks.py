@@ -106,8 +106,9 @@ class Blocks(Counters, Incremental):
             self._grow(self.growing.slices)
             self._swap()
         else:
-            self.line.join(self.partition.block_of[rows].long())
-            self._refresh(self.line.due())
+            self.line.join(self.partition.block_of.index_select(0, rows).long())
+            if self.updates % 2 == 0:  # and `observe` acts in the others
+                self._refresh(self.line.due())
             if self.growing.grown or self.updates > self.rebuild_at:
                 self._grow_some()
 
@@ -139,11 +140,14 @@ class Blocks(Counters, Incremental):
         self.line.clear()
 
     def observe(self, query: Tensor) -> None:
-        """Let some of these queries replace the oldest of the recent ones, which the pool's shares follow."""
-        if not len(query):
+        """Let some of these queries replace the oldest of the recent ones, which the pool's shares follow.
+
+        Only every other update does so.
+        """
+        if not len(query) or self.updates % 2 == 0:
             return
         query = self._extended(query[:: math.ceil(len(query) / NEW)].detach(), self.recent.query)
-        self.recent.replace(self.updates, query, self._best(query, 1, self.probe))
+        self.recent.replace(self.updates // 2, query, self._best(query, 1, self.probe))
 
     def _refresh(self, blocks: Tensor) -> None:
         assert self._tables is not None
@@ -176,7 +180,7 @@ class Blocks(Counters, Incremental):
         """Map uniform numbers, one for the pool and one for each example, to a draw. A pure function."""
         dtype = torch.promote_types(query.dtype, torch.float32)
         position, pool_log_count = pool_draw(self.partition, uniform[:1], num_samples)
-        pool = self.partition.order[position].long()
+        pool = self.partition.order.index_select(0, position).long()
         extended = self._extended(query, self.recent.query)
         width = min(self.probe, self.partition.blocks)
         own = own_draw(self._index(), extended, exclude, uniform[1:], position, width, self.own)
