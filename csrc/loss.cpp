@@ -93,15 +93,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> sampled_loss_(const Tensor& l
   };
   std::vector<float> found(slices * batch, -INFINITY), pool_shifts(batch, kNothing);
   in_slices([&](int64_t slice, int64_t first, int64_t count) {
-    subtract_max_columns(pool_data + first * batch, pool_count_data + first, count, batch, &found[slice * batch]);
+    subtract_max_columns(pool_data + first * batch, pool_count_data + first, count, batch, found.data() + slice * batch);
   });
-  for (size_t i = 0; i < found.size(); ++i) pool_shifts[i % batch] = std::max(pool_shifts[i % batch], found[i]);
+  const auto of_examples = [&](const auto& join) {
+    for (int64_t slice = 0; slice < slices; ++slice) {
+      for (int64_t i = 0; i < batch; ++i) join(i, found[slice * batch + i]);
+    }
+  };
+  of_examples([&](int64_t i, float value) { pool_shifts[i] = std::max(pool_shifts[i], value); });
   std::fill(found.begin(), found.end(), 0.0f);
   in_slices([&](int64_t slice, int64_t first, int64_t count) {
-    exp_sum_columns(pool_data + first * batch, count, batch, pool_shifts.data(), &found[slice * batch]);
+    exp_sum_columns(pool_data + first * batch, count, batch, pool_shifts.data(), found.data() + slice * batch);
   });
   std::vector<double> pool_sums(batch);
-  for (size_t i = 0; i < found.size(); ++i) pool_sums[i % batch] += found[i];
+  of_examples([&](int64_t i, float value) { pool_sums[i] += value; });
   torch::stable::parallel_for(0, batch, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> signs(slots);
     std::vector<int64_t> ids(slots);

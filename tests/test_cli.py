@@ -206,7 +206,7 @@ def test_bench_step(tmp_path, monkeypatch):
     blocks = {step.BLOCKS, step.CLUSTERED}
     layers = {step.PLAIN, step.FULL, "adaptive softmax", "uniform", "unigram", "quadratic", *blocks, *pools}
     assert {row["layer"] for row in rows} == layers
-    assert len(rows) == 4 * len(layers) + 8  # beyond the largest there is no tree and no adaptive softmax
+    assert len(rows) == 4 * len(layers) + 9  # beyond the largest there is no tree and no adaptive softmax
     assert all(float(row["sampler_memory"]) > 0 for row in rows if row["layer"] == step.BLOCKS)
     seconds = {(row["in_features"], row["num_classes"], row["layer"]): float(row["seconds"]) for row in rows}
     small, large = (seconds["16", n, step.BLOCKS] for n in ("500", "5000"))
