@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import functional, ops
+from .. import checks, functional, ops
 from .codes import Codes, native_tables, rows_of
 from .draw import Best
 from .partition import BRANCHING, Partition, log_mass
@@ -123,5 +123,5 @@ def best_classes(index: Index, query: Tensor, width: int, k: int) -> Best:
 
 def check_finite(index: Index, log_total: Tensor) -> None:
     """Raise an error if an estimate of a mass is not finite, unless checks are off."""
-    if index.validate and not bool(torch.isfinite(log_total).all()):
+    if index.validate and not checks.all_finite(log_total):
         raise ValueError("the masses of the blocks are not finite; class weights must be finite, and smaller")
