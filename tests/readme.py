@@ -155,10 +155,24 @@ def distributed_table() -> str:
     return rows(("layer", "processes", "classes", "milliseconds", "MB of weights and sampler per process"), lines)
 
 
+def peers_table() -> str:
+    """Steps of other libraries' layers, from `peers/steps.py`."""
+    found: dict[str, dict[str, float]] = {}
+    for row in results("peers.csv"):
+        found.setdefault(row["layer"], {})[row["num_classes"]] = float(row["seconds"])
+    sizes, ours = list(next(iter(found.values()))), found["manyclass, default"]
+    lines = [
+        (layer, *(f"{1e3 * seconds[size]:.1f} ({seconds[size] / ours[size]:.1f}×)" for size in sizes))
+        for layer, seconds in found.items()
+    ]
+    return rows(("layer", *(f"{int(size):,} classes (this / `manyclass`)" for size in sizes)), lines)
+
+
 def generated() -> dict[Path, str]:
     """Compose the pages that hold tables of results."""
     overview = OVERVIEW.read_text("utf-8")
-    for name, table in {"sizes": sizes_table(), "quality": quality_table(), "distributed": distributed_table()}.items():
+    tables = {"quality": quality_table(), "distributed": distributed_table(), "peers": peers_table()}
+    for name, table in {"sizes": sizes_table(), **tables}.items():
         overview = with_table(overview, name, table)
     measured = MEASURED.read_text("utf-8")
     for name, table in {"sizes": sizes_table(), "settings": settings_table(), "quality": quality_table()}.items():

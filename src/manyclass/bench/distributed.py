@@ -16,9 +16,10 @@ from torch.multiprocessing.spawn import start_processes
 
 from ..budget import NUM_SAMPLES
 from ..sampled import SampledSoftmax
+from ..samplers.own import TRIED
 from ..samplers.partition import BRANCHING, OUTLIERS, TOP
 from ..train.processes import leave
-from .timing import write_csv
+from .timing import best_of, write_csv
 
 BATCH, FEATURES, POOL = 512, 64, NUM_SAMPLES["batch"]
 ONE = "unsharded"
@@ -54,7 +55,10 @@ def run(out: Path, console: Console, num_classes: int, worlds: list[int]) -> Non
     _print(rows, console)
     _plot(rows, out / "distributed.png")
     console.print(f"figures: {out / 'distributed.csv'}\nplot:    {out / 'distributed.png'}", soft_wrap=True)
-    console.print(on_paper().describe(), soft_wrap=True)
+    for row in rows:
+        if row.layer != ONE and row.processes <= (os.cpu_count() or 1):
+            console.print(_check(row, *rates()), soft_wrap=True)
+    console.print(Paper().describe(), soft_wrap=True)
 
 
 def _measure(rank: int, world: int, num_classes: int, folder: str) -> None:
@@ -110,6 +114,8 @@ class Paper(NamedTuple):
     #: Floating point operations, and bytes of memory traffic, per second that a machine really reaches.
     arithmetic: float = 1e12
     memory: float = 100e9
+    #: Examples that search the tree; None for all. If the softmax is flat, a few are tried, and no others are searched.
+    searching: int | None = None
 
     @property
     def examples(self) -> int:
@@ -123,8 +129,14 @@ class Paper(NamedTuple):
 
     @property
     def sampler_bytes(self) -> float:
-        """Two trees: the means of blocks of 8 and of the nodes above, and 5 numbers of 4 bytes for each class."""
-        return 2 * (self.weight_bytes * 8 / 7 / 8 + self.num_classes / self.machines * 5 * 4)
+        """Codes of the classes, a byte per number, and two trees: codes of nodes, 8 bytes per class, 24 per block."""
+        classes, nodes = self.num_classes / self.machines, self.blocks * BRANCHING / (BRANCHING - 1)
+        return classes * (self.features + 4) + 2 * (nodes * (self.features + 8) + 8 * classes + 24 * self.blocks)
+
+    @property
+    def blocks(self) -> int:
+        """Of a machine, each of about 8 classes."""
+        return 2 ** round(math.log2(self.num_classes / self.machines / 8))
 
     @property
     def sent_bytes(self) -> float:
@@ -135,15 +147,15 @@ class Paper(NamedTuple):
     @property
     def seconds(self) -> dict[str, float]:
         """Of the parts of a step, one after the other; the tree is that of `samplers.Blocks`."""
-        blocks = 2 ** round(math.log2(self.num_classes / self.machines / 8))
-        levels = max(0, math.ceil(math.log(blocks / TOP, BRANCHING)))
+        levels = max(0, math.ceil(math.log(self.blocks / TOP, BRANCHING)))
+        searching = self.examples if self.searching is None else self.searching
         probe, own = (math.ceil(total / self.machines) for total in (96, 32))
         own_pool, row = self.pool / self.machines, self.features * 4
         # Nodes of the top level and outliers stay in the cache; the others are read for each example.
-        cached = 2 * self.examples * (TOP + OUTLIERS) * self.features / self.arithmetic
-        walked = self.examples * probe * (levels * BRANCHING / 2 + 8) * self.features  # int8 codes
+        cached = 2 * (searching * TOP + self.examples * OUTLIERS) * self.features / self.arithmetic
+        walked = searching * probe * (levels * BRANCHING / 2 + 8) * self.features  # int8 codes
         # Rows of the pool, of own negatives and of targets: logits, gradient, optimiser, summary of 8 neighbours.
-        passes = 8 * (own_pool + own * self.examples + self.batch) * row
+        passes = 8 * (own_pool + own * searching + self.batch) * row
         return {
             "network": self.sent_bytes / self.network + COLLECTIVES * self.latency,
             "walking down the tree": cached + walked / self.memory,
@@ -164,9 +176,30 @@ class Paper(NamedTuple):
         )
 
 
-def on_paper() -> Paper:
-    """Estimate a step with 10⁸ classes on 64 machines."""
-    return Paper()
+def rates() -> tuple[float, float]:
+    """Return floating point operations and bytes of random rows per second of one thread of this machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    query, pool, table = (torch.randn(rows, FEATURES) for rows in (BATCH, POOL, 1 << 20))
+    ids = torch.randint(len(table), (1 << 16,))
+    seconds = best_of({"products": lambda: pool @ query.T, "rows": lambda: table.index_select(0, ids)})
+    torch.set_num_threads(threads)
+    return 2 * BATCH * POOL * FEATURES / seconds["products"], len(ids) * FEATURES * 4 / seconds["rows"]
+
+
+def _check(row: Row, arithmetic: float, memory: float) -> str:
+    """Compare the model on paper with a measurement. Random queries have a flat softmax, so few are searched."""
+    sizes = {"batch": BATCH // row.processes, "pool": POOL, "features": FEATURES, "searching": TRIED}
+    paper = Paper(row.processes, row.num_classes, arithmetic=arithmetic, memory=memory, **sizes)
+    if row.processes == 1:
+        paper = paper._replace(latency=0.0)
+    expected = sum(paper.seconds.values())
+    who = "1 process" if row.processes == 1 else f"{row.processes} processes"
+    return (
+        f"the model, {who} at {arithmetic / 1e9:.0f} Gflop/s and {memory / 1e9:.1f} GB/s each: "
+        f"{1e3 * expected:.1f} ms, {row.seconds / expected:.1f} times as long measured; sampler "
+        f"{paper.sampler_bytes / 1e6:.0f} MB, {row.sampler_bytes / paper.sampler_bytes:.2f} times as large measured"
+    )
 
 
 def _print(rows: list[Row], console: Console) -> None:
