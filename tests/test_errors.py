@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyclass import SampledSoftmax, functional, optim, samplers
+from manyclass import SampledSoftmax, checks, functional, optim, samplers
 from manyclass.kernels import Polynomial, Quadratic
 
 NAN, INF = float("nan"), float("inf")
@@ -197,6 +197,14 @@ REFUSED = [
 def test_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_numbers_whose_sum_overflows_are_finite():
+    assert checks.all_finite(torch.full((4,), 6e4, dtype=torch.float16))
+    assert checks.all_finite(torch.full((4,), 3e38))
+    assert checks.all_finite(torch.zeros(0))
+    assert not checks.all_finite(torch.tensor([INF, -INF]))
+    assert not checks.all_finite(torch.tensor([3e38, 3e38, NAN]))
 
 
 def test_nan_in_the_weights_is_refused_by_dense_samplers():

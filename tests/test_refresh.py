@@ -169,9 +169,9 @@ def test_changes_that_nobody_noted_are_found_by_the_sweep(change, monkeypatch):
     elif change == "flushed":
         optimizer.flush()
     assert misfit(model) > 0.02
-    steps(model, torch.optim.SGD(model.parameters(), lr=1e-6), 12, n=600)
+    steps(model, torch.optim.SGD(model.parameters(), lr=1e-6), 24, n=600)
     assert misfit(model) < 0.01
-    assert 0 < model.diagnostics().stale_steps < 12
+    assert 0 < model.diagnostics().stale_steps < 24
 
 
 def misfit(model):
