@@ -152,7 +152,7 @@ def test_rows_wait_until_the_weights_change(kind, monkeypatch):
 @pytest.mark.parametrize("change", ["replaced", "momentum", "averaged", "flushed"])
 def test_changes_that_nobody_noted_are_found_by_the_sweep(change, monkeypatch):
     """Weights that were set, moved by momentum, averaged over steps, or caught up, in rows without gradients."""
-    monkeypatch.setattr(line, "REFRESH", 64)  # of 300 blocks
+    monkeypatch.setattr(line, "REFRESH", 128)  # of 256 blocks
     monkeypatch.setattr(blocks, "REBUILD", 1000)  # no new tree
     torch.manual_seed(0)
     model = SampledSoftmax(6, 600, "blocks", 16, own=4, probe=4, block_size=2)
