@@ -35,7 +35,7 @@ def _annotation(field: "dataclasses.Field[Any]") -> Any:
 
 def _preset(task: str) -> inspect.Parameter:
     """Return the option that selects other defaults."""
-    what = "Other defaults. `ptb-medium`: Zaremba's medium LSTM for Penn Tree Bank, some 7 hours on one core."
+    what = "Other defaults. `ptb-medium`: Zaremba's medium LSTM for Penn Tree Bank, 7 to 10 hours on one core."
     option = typer.Option(help=what, rich_help_panel=PANELS[0])
     kind = Literal[tuple(PRESETS[task])] | None  # pyright: ignore
     return inspect.Parameter("preset", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=None)
