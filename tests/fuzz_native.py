@@ -308,7 +308,8 @@ def own_draw(rng: random.Random) -> tuple[Arguments, Truth]:
 
 def sampled_loss_(rng: random.Random) -> tuple[Arguments, Truth]:
     batch, n, columns = rng.choice([*range(6), 17, 70]), rng.randint(1, 40), rng.randint(1, 40)
-    own, shared, scale = rng.randint(0, 20), rng.randint(0, 40), rng.choice([0.1, 1, 10])
+    own, scale = rng.randint(0, 20), rng.choice([0.1, 1, 10])
+    shared = rng.choice([rng.randint(0, 40), 64, 65, 150])  # slices of 64 are summed one by one
     log_count = torch.randn(batch, own)
     log_count[torch.rand(batch, own) < 0.1] = math.inf
     arguments = {

@@ -55,9 +55,10 @@ def run(out: Path, console: Console, num_classes: int, worlds: list[int]) -> Non
     _print(rows, console)
     _plot(rows, out / "distributed.png")
     console.print(f"figures: {out / 'distributed.csv'}\nplot:    {out / 'distributed.png'}", soft_wrap=True)
+    here = rates()
     for row in rows:
         if row.layer != ONE and row.processes <= (os.cpu_count() or 1):
-            console.print(_check(row, *rates()), soft_wrap=True)
+            console.print(_check(row, *here), soft_wrap=True)
     console.print(Paper().describe(), soft_wrap=True)
 
 

@@ -71,7 +71,7 @@ class HierarchicalSoftmax(Head):
         expected = f"({num_classes}, columns)" if counts is None else f"({num_classes},)"
         if given.dim() != 1 + (counts is None) or len(given) != num_classes:
             raise ValueError(f"{name} must have shape {expected}, got {tuple(given.shape)}")
-        if not bool(torch.isfinite(given).all()) or (counts is not None and bool((given < 0).any())):
+        if not checks.all_finite(given) or (counts is not None and bool((given < 0).any())):
             raise ValueError(f"{name} must be finite{'' if counts is None else ' and not negative'}")
         paths = halves(given) if counts is None else huffman(given)
         for field, value in paths._asdict().items():

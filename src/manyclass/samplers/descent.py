@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import checks
+
 # No part of a node gets less than this share of what its number of classes would give it. It keeps every class
 # possible when sums are rounded or stale, or when a feature map makes them negative.
 FLOOR = 1e-6
@@ -67,7 +69,7 @@ def invert(prob: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 def check_finite(masses: Tensor, validate: bool) -> None:
     """Raise unless all masses are finite; without ``validate`` do not read them."""
-    if validate and not bool(torch.isfinite(masses).all()):
+    if validate and not checks.all_finite(masses):
         raise ValueError("the masses of the kernel tree are not finite; class weights must be finite, and smaller")
 
 

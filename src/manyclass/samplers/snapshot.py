@@ -45,7 +45,7 @@ class Snapshot(Counters, Incremental):
             self.weight[:, : self.in_features] = weight.detach()
             if bias is not None:
                 self.weight[:, -1] = bias.detach()
-            if self.validate and not bool(torch.isfinite(self.weight).all()):
+            if self.validate and not checks.all_finite(self.weight):
                 raise ValueError("weight must be finite, and so must bias")
             self._rebuild()
             self.age = 0
