@@ -33,7 +33,7 @@ def data(tmp_path, monkeypatch):
     }
     for name, options in small.items():
         made = reproduce.DATASETS[name].made and (40, 30, 6)
-        changed = reproduce.DATASETS[name]._replace(options=options, presets={"quick": ""}, made=made)
+        changed = reproduce.DATASETS[name]._replace(options=options, presets={"quick": ""}, made=made, seeds=2)
         monkeypatch.setitem(reproduce.DATASETS, name, changed)
     monkeypatch.setattr(reproduce, "DECISIVE", (BLOCKS,))
     monkeypatch.setattr(reproduce, "SAMPLERS", ("quadratic",))
@@ -139,6 +139,9 @@ def test_decisive_runs_come_first_and_have_several_seeds():
     assert {point.seed for point in first} == {0}
     assert [point.dataset for point in first] == sorted(point.dataset for point in first)
     assert {point.sampler for point in found if point.seed == 2} == {FULL, *reproduce.DECISIVE}
+    once = reproduce._wanted(["synth"], "converged")
+    assert len(set(once)) == len(once) == 2 + 7 * len(preset.negatives)
+    assert {point.seed for point in once} == {0}
 
 
 def test_seeds_are_kept_apart_in_rising_order_of_negatives():
@@ -164,4 +167,4 @@ def test_the_csv_in_the_docs_is_of_the_converged_sweep():
     folder = Path(__file__).parent.parent / "docs" / "results"
     points = {curve.point for curve in reproduce.read(reproduce.record("converged", folder))}
     assert Point("beauty", FULL, "softmax", None, 0) in points
-    assert points <= set(reproduce._wanted(["beauty", "ptb"], "converged"))
+    assert points <= set(reproduce._wanted(["beauty", "ptb", "synth"], "converged"))

@@ -52,6 +52,8 @@ class Dataset(NamedTuple):
     slow: tuple[str, ...] = ()
     #: Instead of files: items, users and interactions per user of synthetic data, as from `manyclass synth`.
     made: tuple[int, int, int] | None = None
+    #: At most so many seeds.
+    seeds: int = 3
 
 
 DATASETS = {
@@ -97,10 +99,13 @@ DATASETS = {
         f"{NEXT_ITEM} 256",
         {
             "paper": "--epochs 39 --evaluations 39 --eval-examples 50000",
+            "converged": "--optimizer sgd --lr 12 --clip 0.1 --schedule linear --epochs 1 --evaluations 4 "
+            "--eval-examples 50000",
             "quick": "--steps 30 --evaluations 3 --eval-examples 1000",
         },
         slow=("quartic",),
         made=(100_000, 50_000, 20),
+        seeds=1,
     ),
 }
 
@@ -156,7 +161,7 @@ def points(dataset: str, preset: Preset) -> list[Point]:
     skipped = DATASETS[dataset].slow if preset.hurry else ()
     others = [sampler for sampler in SAMPLERS if sampler not in (*DECISIVE, *skipped)]
     found = []
-    for seed in range(max(preset.baselines, preset.decisive)):
+    for seed in range(min(DATASETS[dataset].seeds, max(preset.baselines, preset.decisive))):
         if seed < preset.baselines:
             found += [Point(dataset, FULL, prediction, None, seed) for prediction in ("softmax", "absolute")]
         if seed < preset.decisive:
