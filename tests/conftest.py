@@ -17,3 +17,18 @@ def backend(request, monkeypatch):
     elif not ops.native_available():
         pytest.skip("the native core was not built")
     return request.param
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The command and the folder of every process that a sweep starts."""
+    from manyclass.experiments import reproduce
+
+    launch, started = reproduce._launch, []
+
+    def recorded(job):
+        started.append((job.commands[0][0], job.folder.name))
+        return launch(job)
+
+    monkeypatch.setattr(reproduce, "_launch", recorded)
+    return started

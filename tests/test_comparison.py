@@ -31,19 +31,6 @@ def data(tmp_path, monkeypatch):
     return tmp_path / "data"
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """The command and the folder of every process that is started."""
-    launch, started = reproduce._launch, []
-
-    def recorded(job):
-        started.append((job.commands[0][0], job.folder.name))
-        return launch(job)
-
-    monkeypatch.setattr(reproduce, "_launch", recorded)
-    return started
-
-
 def compare(data, out, methods):
     out.mkdir(exist_ok=True)
     trials = [Trial("quick", "synth", method, 0) for method in methods]

@@ -30,19 +30,6 @@ def data(tmp_path, monkeypatch):
     return tmp_path / "data"
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """The command and the folder of every process that is started."""
-    launch, started = reproduce._launch, []
-
-    def recorded(job):
-        started.append((job.commands[0][0], job.folder.name))
-        return launch(job)
-
-    monkeypatch.setattr(reproduce, "_launch", recorded)
-    return started
-
-
 def compare(data, out):
     """Train what is missing of the first seed, one run at a time; returns the report."""
     trials = quality.trials(["beauty"], ["adagrad"], list(quality.SAMPLERS), 1)
