@@ -269,6 +269,15 @@ def test_state_dict_pickle_and_deepcopy(name):
         assert torch.equal(losses[0], losses[1])
 
 
+@pytest.mark.parametrize("prediction", ["softmax", "absolute"])
+def test_reset_bias_predicts_the_frequencies(prediction):
+    counts = torch.arange(N)
+    head = head_of("uniform", bias=True, prediction=prediction)
+    head.reset_bias(counts)
+    found = head.log_prob(torch.zeros(1, D)).exp().squeeze(0)
+    torch.testing.assert_close(found, (counts + 1) / (counts + 1).sum())
+
+
 def test_tied_weights():
     embedding = nn.Embedding(N, D, sparse=True)
     head = head_of("softmax", embedding=embedding)

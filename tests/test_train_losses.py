@@ -58,6 +58,7 @@ def test_tied_weights(tmp_path, loss):
         ({"loss": "nce", "sampler": "full"}, "--loss nce needs negatives, so it takes no --sampler full"),
         ({"loss": "nce", "sampler": "unigram", "tolerance": 0.1}, "--loss nce takes no --tolerance"),
         ({"loss": "taylor", "prediction": "absolute"}, "--loss taylor takes no --prediction"),
+        ({"loss": "nce", "sampler": "unigram", "offsets": True}, "--loss nce takes no --offsets"),
         ({"loss": "sce", "sampler": "uniform"}, "--loss sce takes no --sampler"),
         ({"loss": "hierarchical", "num_samples": 3}, "--loss hierarchical takes no --num-samples"),
     ],

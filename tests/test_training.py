@@ -98,6 +98,8 @@ CASES = [
         "next-item",
         {"item_feature": ["title:text"], "sampler": "full", "model": "feed-forward", "tied": True, "lr": 0.02},
     ),
+    ("lm", {"offsets": True, "num_samples": 5, "own": 2}),
+    ("classify", {"offsets": True, "sampler": "full"}),
 ]
 
 

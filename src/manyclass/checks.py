@@ -103,6 +103,21 @@ def with_values(name: str, value: Tensor) -> Tensor:
     return value
 
 
+def counts(name: str, value: object, num_classes: int | None = None) -> Tensor:
+    """Return ``value`` as float64 if it can be counts of ``num_classes`` classes, or of any number of them."""
+    if not isinstance(value, Tensor) or value.is_complex() or value.dtype == torch.bool:
+        raise TypeError(f"{name} must be a tensor of numbers, got {getattr(value, 'dtype', type(value).__name__)}")
+    dense(name, with_values(name, value))
+    size = max(1, value.numel()) if num_classes is None else num_classes
+    if tuple(value.shape) != (size,):
+        raise ValueError(f"{name} must have shape ({num_classes or 'num_classes'},), got {tuple(value.shape)}")
+    numbers = value.double()
+    low, high = (float(x) for x in torch.aminmax(numbers))
+    if not (low >= 0 and high < math.inf):
+        raise ValueError(f"{name} must be finite and not negative, got values from {low} to {high}")
+    return numbers
+
+
 def tables(weight: object, bias: object) -> tuple[Tensor, Tensor | None]:
     """Return both if ``weight`` is ``(num_classes, in_features)`` and ``bias`` is ``(num_classes,)`` or None."""
     rows = floating("weight", weight)

@@ -104,6 +104,18 @@ class ClassEmbeddings(nn.Module):
         parameters = [table.weight for table in own if table is not None]
         self.shard.initialise(cast(list[nn.Parameter], parameters), 1 / math.sqrt(self.in_features))
 
+    @torch.no_grad()
+    def reset_bias(self, counts: Tensor) -> None:
+        """Set the offsets to ``log(counts + 1)``, so that training starts from the frequencies of the classes.
+
+        Args:
+            counts: how often each class is a target in the data, shape ``(num_classes,)``; of all shards.
+        """
+        if self.bias_embedding is None:
+            raise ValueError("reset_bias needs a layer with bias=True")
+        own = checks.counts("counts", counts, self.num_classes)[self.shard.first : self.shard.last]
+        self.bias_embedding.weight.copy_(own.log1p().unsqueeze(-1))
+
     @property
     def weight(self) -> Tensor:
         """Class embeddings, shape ``(num_classes, in_features)``; of a shard, those of its classes.

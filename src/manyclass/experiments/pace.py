@@ -17,16 +17,19 @@ from ..train.run import Run, read_metrics
 from .comparison import METHODS as OPTIONS
 from .reproduce import BLOCKS, FULL, Job, run_jobs
 
+ADAPTIVE = "adaptive"
 #: Methods and their colours. Their options are those of `manyclass compare`.
 METHODS = {
     FULL: "#000000",
     BLOCKS: "#D55E00",
     "unigram pool": "#E69F00",
-    "adaptive": "#0072B2",
+    ADAPTIVE: "#0072B2",
     "in_batch": "#009E73",
 }
 #: All methods have this model and optimiser. The rate is constant, so that no curve depends on when its run ends.
-COMMON = "lm --features 128 --optimizer sgd --lr 20 --clip 0.25 --schedule constant --eval-examples 2000"
+COMMON = "lm --features 128 --schedule constant --eval-examples 2000"
+#: So that no method has to learn frequencies first. The clusters of the adaptive softmax know them already.
+OFFSETS = "--offsets"
 #: A sampled run has so many times the steps of the full softmax: its steps cost a small part.
 LONGER = 3
 FILE, PLOT = "pace.csv", "pace.png"
@@ -93,7 +96,8 @@ def arguments(name: str, method: str, steps: int, data: Path | None, folder: Pat
     source = [] if dataset.file is None else ["--text", str(_find(data, dataset.file))]
     longer = 1 if method == FULL else LONGER
     length = ["--steps", str(longer * steps), "--evaluations", str(longer * min(steps, 20))]
-    chosen = [*COMMON.split(), *dataset.options.split(), *source, *OPTIONS[method].split(), *length]
+    head = [*OPTIONS[method].split(), *([] if method == ADAPTIVE else [OFFSETS])]
+    chosen = [*COMMON.split(), *dataset.options.split(), *source, *head, *length]
     return ["train", *chosen, "--threads", "1", "--checkpoint-every", "100", "--out", str(folder), "--resume"]
 
 

@@ -34,9 +34,7 @@ class AdaptiveSoftmax(nn.Module):
         super().__init__()
         self.in_features = checks.positive_int("in_features", in_features)
         self.num_classes = checks.positive_int("num_classes", num_classes, 3)
-        checks.dense("counts", counts)
-        if tuple(counts.shape) != (num_classes,):
-            raise ValueError(f"counts must have shape ({num_classes},), got {tuple(counts.shape)}")
+        counts = checks.counts("counts", counts, num_classes)
         self.reduction = checks.one_of("reduction", reduction, functional.REDUCTIONS)
         self.ignore_index = checks.integer("ignore_index", ignore_index)
         #: All classes are in one process.

@@ -65,15 +65,16 @@ class HierarchicalSoftmax(Head):
         if (counts is None) == (embeddings is None):
             raise ValueError("give either counts, for a Huffman tree, or embeddings, for a tree of halves")
         super().__init__(in_features, num_classes, sparse=sparse, **options)
-        given = cast(Tensor, embeddings if counts is None else counts)
-        name = "embeddings" if counts is None else "counts"
-        checks.dense(name, given)
-        expected = f"({num_classes}, columns)" if counts is None else f"({num_classes},)"
-        if given.dim() != 1 + (counts is None) or len(given) != num_classes:
-            raise ValueError(f"{name} must have shape {expected}, got {tuple(given.shape)}")
-        if not checks.all_finite(given) or (counts is not None and bool((given < 0).any())):
-            raise ValueError(f"{name} must be finite{'' if counts is None else ' and not negative'}")
-        paths = halves(given) if counts is None else huffman(given)
+        if counts is None:
+            checks.dense("embeddings", embeddings)
+            vectors = cast(Tensor, embeddings)
+            if vectors.dim() != 2 or len(vectors) != num_classes:
+                raise ValueError(f"embeddings must have shape ({num_classes}, columns), got {tuple(vectors.shape)}")
+            if not checks.all_finite(vectors):
+                raise ValueError("embeddings must be finite")
+            paths = halves(vectors)
+        else:
+            paths = huffman(checks.counts("counts", counts, num_classes))
         for field, value in paths._asdict().items():
             self.register_buffer(field, value.to(self.weight.device))
 

@@ -124,19 +124,10 @@ class Unigram(Sampler):
     ) -> None:
         super().__init__()
         self.scope = checks.one_of("scope", scope, SCOPES)
-        if not isinstance(counts, Tensor) or counts.is_complex() or counts.dtype == torch.bool:
-            kind = getattr(counts, "dtype", type(counts).__name__)
-            raise TypeError(f"counts must be a tensor of numbers, got {kind}")
-        checks.dense("counts", checks.with_values("counts", counts))
-        size = max(1, counts.numel()) if num_classes is None else checks.positive_int("num_classes", num_classes)
-        if tuple(counts.shape) != (size,):
-            raise ValueError(f"counts must have shape ({num_classes or 'num_classes'},), got {tuple(counts.shape)}")
+        size = None if num_classes is None else checks.positive_int("num_classes", num_classes)
+        numbers = checks.counts("counts", counts, size)
         power = checks.number("power", power)
-        numbers = counts.double()
-        low, high = (float(x) for x in torch.aminmax(numbers))
-        if not (low >= 0 and high < math.inf):
-            raise ValueError(f"counts must be finite and not negative, got values from {low} to {high}")
-        if high == 0:
+        if not bool(numbers.any()):
             raise ValueError("counts must not all be zero")
         self.power = power
         self.num_classes = len(counts)

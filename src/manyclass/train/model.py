@@ -49,7 +49,12 @@ class Model(nn.Module):
             embedding, tower = tower, None
             embedding.sparse = settings.draws
         full = settings.sampler == FULL
-        options: dict[str, Any] = {"prediction": settings.prediction, "embedding": embedding, "ignore_index": IGNORE}
+        options: dict[str, Any] = {
+            "prediction": settings.prediction,
+            "bias": settings.offsets,
+            "embedding": embedding,
+            "ignore_index": IGNORE,
+        }
         if tower is not None:
             _check_tower(task)
             options |= {"classes": tower, "chunk_size": ENCODED}
@@ -63,16 +68,14 @@ class Model(nn.Module):
         sampled_layer, full_layer = _layers(sharded)
         if full:
             self.head = full_layer(features, task.num_classes, **options)
-            return
-        options |= settings.sampler_options() | _sampler_data(settings.sampler, task)
-        self.head = sampled_layer(
-            features,
-            task.num_classes,
-            settings.sampler,
-            settings.num_samples,
-            tolerance=settings.tolerance,
-            **options,
-        )
+        else:
+            options |= settings.sampler_options() | _sampler_data(settings.sampler, task)
+            number = settings.num_samples
+            self.head = sampled_layer(
+                features, task.num_classes, settings.sampler, number, tolerance=settings.tolerance, **options
+            )
+        if settings.offsets:
+            self.head.reset_bias(torch.bincount(task.pairs()[0], minlength=task.num_classes))
 
     @torch.no_grad()
     def predict(self, lines: Iterable[str], k: int = 5, exclude_seen: bool = False) -> list[list[Prediction]]:

@@ -122,6 +122,15 @@ class Settings:
     scope: Scope = None
     power: Power = None
     prediction: Prediction = "softmax"
+    offsets: Annotated[
+        bool,
+        _option(
+            LAYER,
+            "Classes have an offset that starts at the log of their frequency. For a large vocabulary, training "
+            "then needs far fewer steps.",
+            "--offsets",
+        ),
+    ] = False
     loss: Loss = SOFTMAX
     tree: Annotated[
         Path | None,
@@ -203,7 +212,7 @@ class Settings:
     def _check_baseline(self) -> None:
         """Raise if there are options that the loss does not take."""
         checks.one_of("--loss", self.loss, (SOFTMAX, *losses.names()))
-        refused = {"tolerance": None, "prediction": SOFTMAX}
+        refused: dict[str, Any] = {"tolerance": None, "prediction": SOFTMAX, "offsets": False}
         if not losses.draws(self.loss):
             refused |= {"sampler": Settings.sampler, "num_samples": None, **dict.fromkeys(SAMPLER_OPTIONS)}
         elif self.sampler == FULL:
