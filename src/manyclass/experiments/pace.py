@@ -94,8 +94,8 @@ def arguments(name: str, method: str, steps: int, data: Path | None, folder: Pat
     """Compose the arguments of `manyclass` that train a run, or resume it."""
     dataset = DATASETS[name]
     source = [] if dataset.file is None else ["--text", str(_find(data, dataset.file))]
-    longer = 1 if method == FULL else LONGER
-    length = ["--steps", str(longer * steps), "--evaluations", str(longer * min(steps, 20))]
+    longer, evaluations = (1, 20) if method == FULL else (LONGER, 10)
+    length = ["--steps", str(longer * steps), "--evaluations", str(longer * min(steps, evaluations))]
     head = [*OPTIONS[method].split(), *([] if method == ADAPTIVE else [OFFSETS])]
     chosen = [*COMMON.split(), *dataset.options.split(), *source, *head, *length]
     return ["train", *chosen, "--threads", "1", "--checkpoint-every", "100", "--out", str(folder), "--resume"]
