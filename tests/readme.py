@@ -1,13 +1,14 @@
 """The generated tables of the docs; ``python tests/readme.py`` writes them."""
 
 import csv
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from manyclass import samplers
 from manyclass.bench import optimum, step
-from manyclass.experiments import comparison, comparison_report, quality, reproduce
+from manyclass.experiments import comparison, comparison_report, pace, quality, reproduce
 
 DOCS = Path(__file__).parent.parent / "docs"
 README = DOCS.parent / "README.md"
@@ -129,11 +130,14 @@ def sweep_table(dataset: str, column: str) -> str:
     for row in found:  # the last evaluation of a run is its last row
         ends[row["sampler"], row["prediction"], row["negatives"], row["seed"]] = row[column]
     names = [name for name in (*reproduce.SAMPLERS, reproduce.BLOCKS) if any(key[0] == name for key in ends)]
-    digits = 3 if column == "heldout_loss" else 0
+    perplexity = column == "heldout_loss" and reproduce.DATASETS[dataset].perplexity
+    digits = 1 if perplexity else 3 if column == "heldout_loss" else 0
 
     def cell(sampler: str, prediction: str, negatives: str) -> str:
         values = [float(value) for key, value in ends.items() if key[:3] == (sampler, prediction, negatives)]
-        text = f"{sum(values) / len(values):.{digits}f}" if values else "–"
+        if perplexity:
+            values = [math.exp(value) for value in values]
+        text = f"{sum(values) / len(values):,.{digits}f}" if values else "–"
         return f"{text} ({len(values)})" if len(values) > 1 else text
 
     def predicts(sampler: str) -> str:
@@ -143,16 +147,6 @@ def sweep_table(dataset: str, column: str) -> str:
     for negatives in sorted({int(key[2]) for key in ends if key[2]}):
         lines.append((str(negatives), *(cell(name, predicts(name), str(negatives)) for name in names)))
     return rows(("negatives", *names), lines)
-
-
-def distributed_table() -> str:
-    """Lay out steps of the sharded layer, from `manyclass bench distributed`."""
-    lines = []
-    for row in results("distributed.csv"):
-        held = int(row["weight_bytes"]) + int(row["sampler_bytes"])
-        cells = f"{int(row['num_classes']):,}", f"{1e3 * float(row['seconds']):.1f}", f"{held / 1e6:.0f}"
-        lines.append((row["layer"], row["processes"], *cells))
-    return rows(("layer", "processes", "classes", "milliseconds", "MB of weights and sampler per process"), lines)
 
 
 def peers_table() -> str:
@@ -168,18 +162,34 @@ def peers_table() -> str:
     return rows(("layer", *(f"{int(size):,} classes (this / `manyclass`)" for size in sizes)), lines)
 
 
+def pace_table() -> str:
+    """Lay out the time to the loss of the full softmax, from `manyclass reproduce pace`."""
+    found: dict[tuple[str, int], list[pace.Row]] = {}
+    for row in pace.read(RESULTS):
+        found.setdefault((row.dataset, row.classes), []).append(row)
+    lines = []
+    for (name, classes), group in found.items():
+        for one in (compared := pace.results(group)):
+            reached = f"{one.cpu_seconds:,.0f} ({compared[0].cpu_seconds / one.cpu_seconds:.1f}×)"
+            losses = f"{one.same_steps:.3f}", f"{one.final:.3f}"
+            cells = (f"{one.milliseconds:,.0f}", *losses, reached if math.isfinite(one.cpu_seconds) else "not reached")
+            lines.append((f"{pace.DATASETS[name].title}, {classes:,}", one.method, *cells))
+    header = ("data, classes", "method", "ms per step", "loss after the steps of full", "loss at the end")
+    return rows((*header, "CPU seconds to the last loss of full (full / this)"), lines)
+
+
 def generated() -> dict[Path, str]:
     """Compose the pages that hold tables of results."""
     overview = OVERVIEW.read_text("utf-8")
-    tables = {"quality": quality_table(), "distributed": distributed_table(), "peers": peers_table()}
-    for name, table in {"sizes": sizes_table(), **tables}.items():
+    for name, table in {"peers": peers_table(), "pace": pace_table(), "quality": quality_table()}.items():
         overview = with_table(overview, name, table)
     measured = MEASURED.read_text("utf-8")
     for name, table in {"sizes": sizes_table(), "settings": settings_table(), "quality": quality_table()}.items():
         measured = with_table(measured, name, table)
     sweep = REPRODUCTION.read_text("utf-8")
-    for name, column in {"ends": "heldout_loss", "times": "cpu_seconds"}.items():
-        sweep = with_table(sweep, name, sweep_table("beauty", column))
+    for dataset in ("ptb", "beauty"):
+        for name, column in {"ends": "heldout_loss", "times": "cpu_seconds"}.items():
+            sweep = with_table(sweep, f"{name}-{dataset}", sweep_table(dataset, column))
     return {
         REPRODUCTION: sweep,
         README: with_table(README.read_text("utf-8"), "steps", step_table()),
