@@ -33,7 +33,7 @@ def test_methods_are_trained_once_and_compared(data, tmp_path, monkeypatch):
     pace.sweep(["text8"], METHODS, data, out, None, console)
     pace.summarise(["text8"], None, out, console)
     text = console.export_text()
-    assert "loss after 4 steps" in text
+    assert "loss in 4 steps" in text
     assert "blocks" in text
     assert (out / pace.PLOT).read_bytes()[:4] == b"\x89PNG"
 
@@ -55,15 +55,15 @@ def test_time_to_the_goal_lies_between_two_evaluations():
             for step, loss in enumerate(losses)
         ]
 
-    full = curve("full", 10.0, [5.0, 4.0, 3.0])
-    blocks = curve("blocks", 1.0, [5.0, 4.5, 3.5, 2.5])
+    full = curve("full", 10.0, [5.0, 3.0, 4.0])  # the lowest loss is the goal, not the last
+    blocks = curve("blocks", 1.0, [5.0, 3.5, 4.5, 2.5])
     uniform = curve("unigram pool", 0.5, [5.0, 4.9, 4.8, 4.7])
     assert pace.results([*blocks, *uniform]) == []
     found = {one.method: one for one in pace.results([*full, *blocks, *uniform])}
-    assert found["full"].cpu_seconds == 20.0
-    assert found["blocks"].cpu_seconds == 2.5
-    assert found["blocks"].seconds == 5.0
-    assert (found["blocks"].same_steps, found["blocks"].final) == (3.5, 2.5)
+    assert found["full"].cpu_seconds == 10.0
+    assert found["blocks"].cpu_seconds == 2.75
+    assert found["blocks"].seconds == 5.5
+    assert (found["blocks"].same_steps, found["blocks"].lowest) == (3.5, 2.5)
     assert found["blocks"].milliseconds == 1000.0
     assert math.isinf(found["unigram pool"].cpu_seconds)
 

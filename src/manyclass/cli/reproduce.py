@@ -119,7 +119,7 @@ def pace(
     ] = None,
     only_report: OnlyReport = False,
 ) -> None:
-    """Time to quality: how many times faster each method reaches the loss that the full softmax ends with.
+    """Time to quality: how many times faster each method reaches the lowest loss of the full softmax.
 
     Give the same command again to resume. `--dataset python` is small and needs no files.
     """
