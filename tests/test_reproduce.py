@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from manyclass.experiments import figures, reproduce
@@ -168,3 +169,13 @@ def test_the_csv_in_the_docs_is_of_the_converged_sweep():
     points = {curve.point for curve in reproduce.read(reproduce.record("converged", folder))}
     assert Point("beauty", FULL, "softmax", None, 0) in points
     assert points <= set(reproduce._wanted(["beauty", "ptb", "synth"], "converged"))
+
+
+def test_the_legend_has_the_samplers_of_all_panels():
+    figure = Figure()
+    panels = figure.subplots(1, 2)
+    panels[0].plot([1], label="blocks")
+    panels[0].plot([1], label="full softmax")
+    panels[1].plot([1], label="uniform")
+    figures._legend(figure, panels)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["uniform", "blocks", "full softmax"]

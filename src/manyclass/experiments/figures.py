@@ -1,7 +1,7 @@
 """The figures of `manyclass reproduce`: those of the paper from its curves, and that of `quality` from its runs."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def bias(curves: Sequence[Curve], file: Path, note: str) -> None:
         axes.minorticks_off()
         points = {f"{point.sampler}, m = {point.negatives}": point for point, _ in own}
         _range(axes, curves, name, f"{_title(name)}: {_length(own)}", points)
-    _legend(figure, panels[0])
+    _legend(figure, panels)
     figure.savefig(file, dpi=110)
 
 
@@ -104,7 +104,7 @@ def distributions(curves: Sequence[Curve], file: Path, note: str, against: str =
         axes.set(xlabel=AXES[against], ylabel=_quality(name))
         points = {curve.point.sampler: curve.point for curve in curves if curve.point.negatives == number}
         _range(axes, curves, name, f"{_title(name)}: m = {number}", points)
-    _legend(figure, panels[0])
+    _legend(figure, panels)
     figure.savefig(file, dpi=110)
 
 
@@ -185,10 +185,15 @@ def _range(axes: Any, curves: Sequence[Curve], name: str, title: str, points: di
     _quality_axis(axes, name)
 
 
-def _legend(figure: Any, axes: Any) -> None:
-    """Draw one legend for all panels, below them."""
-    handles, labels = axes.get_legend_handles_labels()
+def _legend(figure: Any, panels: Iterable[Any]) -> None:
+    """Draw one legend below all panels, with what any of them shows."""
+    found = {}
+    for axes in panels:
+        handles, labels = axes.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    labels = [name for name in (*STYLES, *(label for label, _ in BASELINES.values())) if name in found]
     columns = 5 if figure.get_figwidth() > 8 else 3
+    handles = [found[label] for label in labels]
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize="small")
 
 
