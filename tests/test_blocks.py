@@ -523,6 +523,20 @@ def test_shares_follow_the_queries():
 # --- the layer ------------------------------------------------------------------------------------------------------
 
 
+def test_the_first_shares_follow_the_offsets(backend):
+    """So the first steps estimate Z well even if a few offsets hold most of it, as log frequencies do."""
+    n, d = 20000, 8
+    counts = 1e6 / torch.arange(1, n + 1)
+    sampler = Blocks(n, d, own=1, probe=1, bias=True)
+    sampler.update(0.01 * torch.randn(n, d), bias=counts.log())
+    expected = sampler.partition.sums[sampler.partition.blocks :]
+    members, inside = sampler.partition.members(torch.arange(sampler.partition.blocks))
+    mass = (counts[members] * inside).sum(-1)
+    low = mass < 0.5 * mass.topk(2).values[-1]  # others are capped, since the example visits them
+    ratio = expected[low] / mass[low]
+    assert ratio.max() < 1.5 * ratio.min()
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize("prediction", ["softmax", "absolute"])

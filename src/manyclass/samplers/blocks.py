@@ -105,6 +105,8 @@ class Blocks(Counters, Incremental):
             self.growing.grown = 0
             self._grow(self.growing.slices)
             self._swap()
+            if self.updates == 1 and self.columns > self.in_features:
+                self._expect_offsets()
         else:
             self.line.join(self.partition.block_of.index_select(0, rows).long())
             if self.updates % 2 == 0:  # and `observe` acts in the others
@@ -138,6 +140,12 @@ class Blocks(Counters, Incremental):
         self.growing.grown = 0
         self.rebuild_at = max(REBUILD, self.updates + self.updates // 4)
         self.line.clear()
+
+    def _expect_offsets(self) -> None:
+        """Set all shares by the offsets alone: no query was observed yet, and queries start near 0."""
+        query = self._extended(self.recent.query[:1, : self.in_features], self.recent.query)
+        self.recent.fill(query, self._best(query, 1, self.probe))
+        self._share(self.partition, torch.arange(self.partition.blocks, device=query.device))
 
     def observe(self, query: Tensor) -> None:
         """Let some of these queries replace the oldest of the recent ones, which the pool's shares follow.

@@ -32,6 +32,10 @@ class Recent(nn.Module):
         self.register_buffer("cutoff", torch.zeros(RECENT))
         self.register_buffer("log_total", torch.full((RECENT,), math.inf))
 
+    def fill(self, query: Tensor, best: Best) -> None:
+        """Replace all by one query ``(1, columns)`` and the results of its search."""
+        self.query[:], self.cutoff[:], self.log_total[:] = query, best.cutoff, best.log_total
+
     def replace(self, step: int, query: Tensor, best: Best) -> None:
         """Replace the oldest by at most `NEW` queries ``(k, columns)`` and the results of their search."""
         place = (step * NEW + torch.arange(len(query), device=query.device)) % RECENT
