@@ -252,7 +252,7 @@ def node_shares(rng: random.Random) -> tuple[Arguments, Truth]:
     def truth(results: tuple[Tensor, ...], after: Arguments) -> None:
         norm = query.square().sum(dim=-1, keepdim=True)
         variance = norm * tables["spread"][nodes]
-        mass = partition.log_mass(query @ index.partition.mean.read(nodes).T, variance, after["size"], index.prediction)
+        mass = search.log_mass(query @ index.partition.mean.read(nodes).T, variance, after["size"], index.prediction)
         share = (mass.minimum(cutoff[:, None]) - after["log_total"][:, None]).clamp(max=0).exp()
         expected = share.square().mean(dim=0).sqrt().nan_to_num(0.0)
         assert_close(results[0], expected, rtol=1e-2, atol=1e-4)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyclass import SampledSoftmax, ops, samplers
-from manyclass.samplers import Blocks, Draw, bisection, blocks, codes, line, partition, pool
+from manyclass.samplers import Blocks, Draw, bisection, blocks, codes, line, partition, pool, search, strays
 
 N, D = 300, 4
 
@@ -39,7 +39,7 @@ def trained(n=N, d=D, own=6, probe=5, block_size=4, steps=20, bias=None, **optio
     sampler, weight = Blocks(n, d, own, probe, block_size, bias=bias is not None, **options), weights(n, d)
     sampler.update(weight, bias=bias)
     for step in range(steps):
-        sampler.observe(batch(8, n, d, seed=50 + step)[0])
+        sampler.observe(*batch(8, n, d, seed=50 + step))
         sampler.update(weight, torch.tensor([step]), bias=bias)
     return sampler
 
@@ -255,7 +255,7 @@ def test_any_sizes(n, d, own, probe, block_size, samples, size):
             seen[draw.hidden[1][draw.hidden[0] == row]] = False
             assert not set(mine.tolist()) & set(draw.pool[seen].tolist())
             assert n == 1 or int(target[row]) not in draw.pool[seen].tolist()
-        sampler.observe(query)
+        sampler.observe(query, target)
         sampler.update(weights(n, d, seed=step), torch.arange(min(n, 3)))
 
 
@@ -302,7 +302,7 @@ def test_searches_are_the_same_on_both_backends(prediction, offsets, monkeypatch
 def test_log_mass_is_that_of_gaussians_or_of_their_largest():
     """A moderate spread adds σ²/2; a huge one cannot make N classes heavier than the largest of them."""
     mean, variance = torch.tensor([0.3, 0.3]), torch.tensor([1.0, 100.0])
-    found = partition.log_mass(mean, variance, 8.0, "softmax")
+    found = search.log_mass(mean, variance, 8.0, "softmax")
     torch.testing.assert_close(found[0], torch.tensor(math.log(8) + 0.3 + 0.5))
     torch.testing.assert_close(found[1], torch.tensor(0.3 + 10 * math.sqrt(2 * math.log(8))))
     assert found[1] < math.log(8) + 0.3 + 50
@@ -363,6 +363,52 @@ def test_outliers_are_the_classes_that_lie_farthest_out(backend):
     outliers = sampler.partition.order[: sampler.partition.outliers].tolist()
     assert {3, 77, 200} <= set(outliers)
     assert 0 < len(outliers) <= N // 16
+
+
+def test_a_class_that_left_its_block_becomes_an_outlier(backend):
+    """The mean and variance of its block hardly show it, so a search would miss it until the next tree."""
+    n, d = 4000, 8
+    sampler, weight = Blocks(n, d, own=4, probe=4), weights(n, d)
+    sampler.update(weight)
+    query = torch.nn.functional.normalize(torch.ones(1, d)).expand(8, -1)
+    stray, nobody = int(sampler.partition.order[-1]), torch.full((8,), -1)
+    weight[stray] = 6 * query[0]
+    for _ in range(2):
+        sampler.update(weight, torch.tensor([stray]))
+        sampler.observe(query, nobody)
+    block = int(sampler.partition.block_of[stray])
+    assert block >= 0
+    assert not (sampler.search(query, 1, 4).ids == stray).any()
+    sampler.update(weight, torch.tensor([stray]))
+    sampler.observe(query, torch.tensor([7, stray, -1, 7, stray, 7, 8, 9]))
+    assert int(sampler.partition.block_of[stray]) == -1
+    assert (sampler.search(query, 1, 4).ids == stray).all()
+    assert bool(sampler.line.touched[block])
+    check_tree(sampler.partition, n)
+    # The next tree starts with the farthest classes, and receives the present outliers that it would miss.
+    weight[stray] = 0
+    sampler._grow(sampler.growing.slices)
+    weight[stray] = 6 * query[0]
+    sampler._grow_some()
+    assert (sampler.search(query, 1, 4).ids == stray).all()
+    check_tree(sampler.partition, n)
+
+
+@pytest.mark.parametrize("margin", [-math.inf, math.inf])
+def test_only_classes_that_a_search_misses_are_strays(margin, monkeypatch, backend):
+    """The counts stay exact while outliers change."""
+    monkeypatch.setattr(strays, "MARGIN", margin)
+    sampler, (query, target) = trained(steps=8), batch(3)
+    first = sampler.partition.outliers - sampler.partition.strays
+    before = sampler.partition.order.clone()
+    for seed in range(4):
+        sampler.updates += 1
+        sampler.observe(*batch(8, seed=seed))
+    changed = sampler.partition.order != before
+    assert bool(changed[first : sampler.partition.outliers].any()) == (margin < 0)
+    assert not changed[:first].any()
+    check_tree(sampler.partition, N)
+    check_counts(sampler, query, target, 40, 1500 if backend == "native" else 300)
 
 
 def test_blocks_are_neighbours(backend):
@@ -513,7 +559,8 @@ def test_shares_follow_the_queries():
     sampler.update(weight)
     direction = 2 * torch.nn.functional.normalize(weight[5], dim=0)
     for step in range(8):
-        sampler.observe(direction + 0.1 * torch.randn(8, D, generator=torch.Generator().manual_seed(step)))
+        query = direction + 0.1 * torch.randn(8, D, generator=torch.Generator().manual_seed(step))
+        sampler.observe(query, torch.full((8,), 5))
         sampler.update(weight, torch.tensor([0]))
     draws = [sampler.draw(direction[None], 40, generator=torch.Generator().manual_seed(s)) for s in range(20)]
     drawn = torch.cat([draw.pool for draw in draws])

@@ -169,7 +169,7 @@ def test_a_planted_mix_is_caught(device, monkeypatch):
 
 def test_a_planted_synchronisation_is_counted(device, monkeypatch):
     head = make("uniform", DEVICE, validate=False)
-    monkeypatch.setattr(samplers.Uniform, "observe", lambda self, query: query.sum().item())
+    monkeypatch.setattr(samplers.Uniform, "observe", lambda self, query, target: query.sum().item())
     assert train(head, optim.SGD(head.parameters(), lr=0.1), range(2), device) == [3, 3]
 
 

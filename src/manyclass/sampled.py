@@ -169,7 +169,7 @@ class SampledSoftmax(Counters, Resumable):
             seen = examples._replace(query=examples.query.detach())
             draw = self.shard.draw(self.sampler, seen, self.num_samples, generator)
             if observe:
-                self.sampler.observe(seen.query)
+                self.sampler.observe(seen.query, seen.target)
                 self.monitor.sampled()
         noted = encode and self.sparse and self.shard.sole_source()
         note = importance.noting([self.embedding, self.bias_embedding]) if noted else None

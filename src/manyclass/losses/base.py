@@ -81,7 +81,7 @@ class SampledLoss(SampledSoftmax):
                 log_prob = self.sampler.log_prob(flat, target.unsqueeze(-1), context=context).squeeze(-1)
                 target_log_count = (log_prob + math.log(draws)).to(query.dtype)
             if observe:
-                self.sampler.observe(flat)
+                self.sampler.observe(flat, target)
                 self.monitor.sampled()
         outputs = fused.gathered_outputs(
             query,

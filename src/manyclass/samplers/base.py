@@ -133,8 +133,8 @@ class Sampler(Described, nn.Module):
     def begin(self, target: Tensor) -> None:  # shape: (batch,), or (batch, k) padded with −1
         """Receive the targets of a training step before it draws. Samplers that do not need them ignore it."""
 
-    def observe(self, query: Tensor) -> None:  # shape: (batch, in_features)
-        """Receive the queries of a finished training step. Samplers that do not need them ignore it."""
+    def observe(self, query: Tensor, target: Tensor) -> None:
+        """Receive queries ``(batch, in_features)`` and targets, as `begin` has them, of a step that has drawn."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Sampler":
         """Move statistics to other devices, but keep their values and precision: `to_empty` would lose counts."""

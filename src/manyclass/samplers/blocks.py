@@ -18,6 +18,7 @@ from .partition import Partition
 from .pool import pool_draw
 from .recent import NEW, Recent
 from .search import Index, best_classes
+from .strays import admit
 
 # The first new tree begins after this many updates. Each later one begins when the updates have grown by a quarter,
 # since embeddings move most at the start.
@@ -123,8 +124,7 @@ class Blocks(Counters, Incremental):
     def _grow(self, slices: int) -> None:
         assert self._tables is not None
         for _ in range(slices):
-            blocks = self.growing.grow(*self._tables, self.codes)
-            if blocks is not None:
+            if (blocks := self.growing.grow(*self._tables, self.codes)) is not None:
                 self._share(self.growing, blocks)
 
     def _grow_some(self) -> None:
@@ -133,6 +133,7 @@ class Blocks(Counters, Incremental):
         self._grow(min(fastest, math.ceil(4 * slices / self.updates), slices - self.growing.grown))
         if self.growing.grown == slices:
             self._swap()
+            self._admit(self.growing.order[: self.growing.outliers].long())  # they may have moved since the scan
 
     def _swap(self) -> None:
         """Replace the tree by the new one, in which no block is due for a refresh."""
@@ -147,15 +148,17 @@ class Blocks(Counters, Incremental):
         self.recent.fill(query, self._best(query, 1, self.probe))
         self._share(self.partition, torch.arange(self.partition.blocks, device=query.device))
 
-    def observe(self, query: Tensor) -> None:
-        """Let some of these queries replace the oldest of the recent ones, which the pool's shares follow.
+    def _admit(self, ids: Tensor) -> None:
+        """Make outliers of those ``ids (k,)`` that left their blocks."""
+        self.line.join(admit(self._index(), self.recent, ids))
 
-        Only every other update does so.
-        """
-        if not len(query) or self.updates % 2 == 0:
-            return
-        query = self._extended(query[:: math.ceil(len(query) / NEW)].detach(), self.recent.query)
-        self.recent.replace(self.updates // 2, query, self._best(query, 1, self.probe))
+    def observe(self, query: Tensor, target: Tensor) -> None:
+        """Follow targets that left their blocks, and in every other update queries, which the pool's shares follow."""
+        if self.updates % 2 == 0:
+            self._admit(target.flatten())
+        elif len(query):
+            query = self._extended(query[:: math.ceil(len(query) / NEW)].detach(), self.recent.query)
+            self.recent.replace(self.updates // 2, query, self._best(query, 1, self.probe))
 
     def _refresh(self, blocks: Tensor) -> None:
         assert self._tables is not None
@@ -202,10 +205,9 @@ class Blocks(Counters, Incremental):
         """
         flat, _, _ = self._flatten(query, None, None)
         checks.positive_int("k", k)
-        width, most = min(checks.positive_int("probe", probe), self.partition.blocks), self.visited(probe)
-        if k > most:
+        if k > (most := self.visited(checks.positive_int("probe", probe))):
             raise ValueError(f"k must be at most {most}, the classes that probe = {probe} visits, got {k}")
-        found = self._best(self._extended(flat, self.recent.query), k, width)
+        found = self._best(self._extended(flat, self.recent.query), k, probe)
         return Best(*(part.reshape((*query.shape[:-1], *part.shape[1:])) for part in found))
 
     def visited(self, probe: int) -> int:

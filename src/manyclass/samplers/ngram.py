@@ -84,7 +84,7 @@ class AdaptiveNgram(Counters, Bigram):
         return draw
 
     @torch.no_grad()
-    def observe(self, query: Tensor) -> None:
+    def observe(self, query: Tensor, target: Tensor) -> None:
         """Learn from the draw of these queries ``(batch, in_features)``, if it was the last draw."""
         if self._last is None or self._tables is None or self._last[0].ids.shape[:-1] != query.shape[:-1]:
             return

@@ -14,8 +14,9 @@ from .codes import Codes, native_tables, rows_of
 BRANCHING = 8
 # Nodes of the top level, of which every example scores all.
 TOP = 512
-# Number of outliers: the classes farthest from the centre, which every example scores, since means do not predict them.
-OUTLIERS = 64
+# Number of outliers, which every example scores, since means do not predict them. Half of them are the classes farthest
+# from the centre. The others are any classes at first, and give way to those that leave their block; see `strays`.
+OUTLIERS = 128
 # Classes that one step of growth sorts into blocks, so that no training step stalls.
 SLICE = 4096
 # Rows that estimate the centre of all classes, or the direction of a split.
@@ -25,7 +26,8 @@ SAMPLE = 1024
 class Partition(Counters):
     """Classes in ``2^levels`` blocks of neighbours, which are the leaves of a balanced tree.
 
-    Every node stores the mean of its classes and their variance per column. A few outliers belong to no block.
+    Every node stores the mean of its classes and their variance per column. A few outliers belong to no block: at
+    first those farthest from the centre, then places for strays.
     ``sums`` holds the pool's share of each block, and the sums of these shares at the nodes above.
 
     Args:
@@ -41,7 +43,7 @@ class Partition(Counters):
     refreshed: Tensor
     vector: Tensor
     farthest: Tensor
-    distance: Tensor
+    square: Tensor
 
     counters = ("grown",)
 
@@ -49,6 +51,7 @@ class Partition(Counters):
         super().__init__()
         self.num_classes, self.columns = num_classes, columns
         self.outliers = min(OUTLIERS, num_classes // 16)
+        self.strays = self.outliers // 2
         self.inside = num_classes - self.outliers
         self.levels = min(max(0, round(math.log2(self.inside / block_size))), int(math.log2(self.inside)))
         self.blocks = 1 << self.levels
@@ -69,11 +72,11 @@ class Partition(Counters):
         # The update that summarised each block last.
         self.register_buffer("refreshed", torch.zeros(self.blocks, dtype=torch.long))
         # How far the tree has grown, in slices, and what it needs in between: the centre or the present direction, and
-        # the outliers found so far.
+        # the classes farthest from the centre so far, with their squared distances.
         self.grown = 0
         self.register_buffer("vector", torch.zeros(columns))
-        self.register_buffer("farthest", torch.zeros(self.outliers, dtype=torch.long))
-        self.register_buffer("distance", torch.zeros(self.outliers))
+        self.register_buffer("farthest", torch.zeros(self.outliers - self.strays, dtype=torch.long))
+        self.register_buffer("square", torch.zeros(self.outliers - self.strays))
         # Segments larger than a slice are halved slice by slice. Smaller ones are divided into blocks in one step.
         self.stepwise = 0
         while self.stepwise < self.levels and math.ceil(self.inside / (1 << self.stepwise)) > SLICE:
@@ -114,19 +117,24 @@ class Partition(Counters):
         if at == 0:
             every = torch.arange(0, self.num_classes, max(1, self.num_classes // SAMPLE), device=weight.device)
             self.vector.copy_(rows_of(weight, bias, every).mean(dim=0))
-            self.distance.fill_(-1.0)
+            self.square.fill_(-1.0)
         first = at * SLICE
         ids = torch.arange(first, min(first + SLICE, self.num_classes), device=weight.device)
-        if self.outliers:
-            distance = (rows_of(weight, bias, ids) - self.vector).square().sum(dim=-1).nan_to_num(0.0)
-            distance, ids = torch.cat([self.distance, distance]), torch.cat([self.farthest, ids])
-            best = distance.topk(self.outliers).indices
-            self.distance.copy_(distance[best])
+        if len(self.farthest):
+            square = (rows_of(weight, bias, ids) - self.vector).square().sum(dim=-1).nan_to_num(0.0)
+            square, ids = torch.cat([self.square, square]), torch.cat([self.farthest, ids])
+            best = square.topk(len(self.farthest)).indices
+            self.square.copy_(square[best])
             self.farthest.copy_(ids[best])
         if at == self._scans() - 1:
             others = torch.ones(self.num_classes, dtype=torch.bool, device=weight.device)
             others[self.farthest] = False
-            self.order[: self.outliers] = self.farthest.sort().values.int()
+            far, near = len(self.farthest), self.num_classes - len(self.farthest)
+            even = torch.arange(self.strays, device=weight.device) * (near // max(1, self.strays))
+            places = torch.nonzero_static(others, size=near).squeeze(-1)[even]
+            others[places] = False
+            self.order[:far] = self.farthest.sort().values.int()
+            self.order[far : self.outliers] = places.int()
             self.order[self.outliers :] = torch.nonzero_static(others, size=self.inside).squeeze(-1).int()
             self.block_of.fill_(-1)
 
@@ -230,15 +238,3 @@ def _parents(nodes: Tensor, branching: int) -> Tensor:
     """Return parents of nodes, distinct on the CPU only: elsewhere the host would wait for the device."""
     parents = nodes // branching
     return parents.unique() if parents.device.type == "cpu" else parents
-
-
-def log_mass(mean: Tensor, variance: Tensor, size: float, prediction: str) -> Tensor:
-    """Return the log of Σ exp(o) over ``size`` Gaussian outputs with this mean and variance.
-
-    ``ln N + μ + σ²/2`` holds for infinitely many outputs. If σ > √(2·ln N), the largest of N outputs dominates the sum,
-    and the log-mass is ``μ + σ·√(2·ln N)``, which is smaller (the random energy model).
-    """
-    log_size, deviation = math.log(size), variance.sqrt()
-    limit = math.sqrt(2 * log_size)
-    spread = torch.where(deviation <= limit, log_size + variance / 2, deviation * limit)
-    return functional.output(mean, prediction) + spread

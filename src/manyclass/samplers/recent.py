@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from .. import ops
 from .draw import Best
-from .partition import Partition, log_mass
+from .partition import Partition
+from .search import log_mass
 
 # Number of stored queries, and how many of them each step replaces.
 RECENT = 64

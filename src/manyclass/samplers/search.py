@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import checks, functional, ops
 from .codes import Codes, native_tables, rows_of
 from .draw import Best
-from .partition import BRANCHING, Partition, log_mass
+from .partition import BRANCHING, Partition
 
 # A search for k classes scores the best 2·k + RESCORED candidates by code exactly.
 RESCORED = 64
@@ -58,6 +58,18 @@ class Visited(NamedTuple):
     pruned: Tensor  # shape: (batch,)
     #: Estimated log-masses of the visited blocks.
     mass: Tensor  # shape: (batch, width)
+
+
+def log_mass(mean: Tensor, variance: Tensor, size: float, prediction: str) -> Tensor:
+    """Return the log of Σ exp(o) over ``size`` Gaussian outputs with this mean and variance.
+
+    ``ln N + μ + σ²/2`` holds for infinitely many outputs. If σ > √(2·ln N), the largest of N outputs dominates the sum,
+    and the log-mass is ``μ + σ·√(2·ln N)``, which is smaller (the random energy model).
+    """
+    log_size, deviation = math.log(size), variance.sqrt()
+    limit = math.sqrt(2 * log_size)
+    spread = torch.where(deviation <= limit, log_size + variance / 2, deviation * limit)
+    return functional.output(mean, prediction) + spread
 
 
 def beam_width(partition: Partition, nodes: int, width: int) -> int:
