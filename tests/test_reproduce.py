@@ -122,26 +122,29 @@ def test_a_symmetric_kernel_has_its_own_baseline():
     assert len({point.name for point in found}) == len(found)
 
 
-def test_only_a_quick_sweep_leaves_slow_samplers_out():
-    for preset, wanted in (("quick", {"ptb", "beauty"}), ("paper", set(reproduce.DATASETS))):
-        found = {name: reproduce.points(name, reproduce.PRESETS[preset]) for name in reproduce.DATASETS}
-        assert {name for name, points in found.items() if "quartic" in {point.sampler for point in points}} == wanted
-        for points in found.values():
-            samplers = {point.sampler for point in points}
-            assert {"uniform", "unigram", "bigram", "quadratic", "softmax", "blocks"} <= samplers
+def test_only_the_setting_of_the_paper_has_slow_samplers_on_large_data():
+    every = {*reproduce.SAMPLERS, FULL, "blocks"}
+    for preset, hurry in (("quick", True), ("converged", True), ("paper", False)):
+        for name, dataset in reproduce.DATASETS.items():
+            points = reproduce.points(name, reproduce.PRESETS[preset])
+            assert {point.sampler for point in points} == every - set(dataset.slow if hurry else ())
+    assert {name for name, dataset in reproduce.DATASETS.items() if dataset.slow} == {"diginetica", "synth"}
 
 
 def test_decisive_runs_come_first_and_have_several_seeds():
     preset = reproduce.PRESETS["converged"]
     found = reproduce._wanted(["beauty", "ptb"], "converged")
-    assert len(set(found)) == len(found) == 2 * (2 * 3 + len(preset.negatives) * (3 * 3 + 4))
+    each, again = len(preset.negatives), sum(map(len, reproduce.DATASETS["ptb"].repeated.values()))
+    assert len(set(found)) == len(found) == 2 * (2 * 3 + each * (3 + 4)) + 2 * (3 * each + again)
+    assert Point("ptb", "quadratic", "absolute", 10, 2) in found
+    assert Point("ptb", "quadratic", "absolute", 40, 2) not in found
     first = found[: 2 * (2 + 3 * len(preset.negatives))]
     assert {point.sampler for point in first} == {FULL, *reproduce.DECISIVE}
     assert {point.seed for point in first} == {0}
     assert [point.dataset for point in first] == sorted(point.dataset for point in first)
     assert {point.sampler for point in found if point.seed == 2} == {FULL, *reproduce.DECISIVE}
     once = reproduce._wanted(["synth"], "converged")
-    assert len(set(once)) == len(once) == 2 + 7 * len(preset.negatives)
+    assert len(set(once)) == len(once) == 2 + 5 * len(preset.negatives)
     assert {point.seed for point in once} == {0}
 
 
