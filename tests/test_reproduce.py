@@ -60,9 +60,8 @@ def test_a_sweep_goes_on_where_it_was(tmp_path, data, monkeypatch):
     monkeypatch.setattr(reproduce, "_launch", broken_once)
     with pytest.raises(ValueError, match="ended with code -9"):
         reproduce.sweep(["ptb", "synth"], "quick", data, out, 1, console)
-    file = reproduce.record("quick", out)
     partial = reproduce.finished(["ptb", "synth"], "quick", out)
-    assert [curve.point for curve in partial] == [curve.point for curve in reproduce.read(file)]
+    assert [curve.point for curve in partial] == [curve.point for curve in reproduce.read("quick", out)]
     assert [curve.point.sampler for curve in partial] == [FULL, FULL]
     assert figures.draw("bias", partial, tmp_path, "nothing to compare yet") == []
     reproduce.sweep(["ptb", "synth"], "quick", data, out, 2, console)
@@ -81,8 +80,12 @@ def test_a_sweep_goes_on_where_it_was(tmp_path, data, monkeypatch):
     finals = {curve.point: curve.rows[-1].heldout_loss for curve in curves}
     assert finals[Point("ptb", FULL, "softmax", None, 0)] != finals[Point("ptb", FULL, "softmax", None, 1)]
     assert {point.prediction for point in points if point.sampler == "quadratic"} == {"absolute"}
-    reproduce.write(curves, tmp_path / "copy.csv")
-    assert reproduce.read(tmp_path / "copy.csv") == curves
+    reproduce.write(curves, "quick", tmp_path)
+    assert reproduce.read("quick", tmp_path) == curves
+    changed = reproduce.DATASETS["synth"]._replace(presets={"quick": "--lr 1"})
+    monkeypatch.setitem(reproduce.DATASETS, "synth", changed)
+    with pytest.raises(ValueError, match=r"reproduce-quick\.csv has runs of synth with other options"):
+        reproduce.sweep(["ptb"], "quick", data, out, 1, console)
     for figure in ("bias", "samples", "distributions"):
         for image in figures.draw(figure, curves, tmp_path, "a note"):
             assert image.read_bytes()[:4] == b"\x89PNG"
@@ -169,7 +172,7 @@ def test_the_presets_are_options_that_exist(name):
 
 def test_the_csv_in_the_docs_is_of_the_converged_sweep():
     folder = Path(__file__).parent.parent / "docs" / "results"
-    points = {curve.point for curve in reproduce.read(reproduce.record("converged", folder))}
+    points = {curve.point for curve in reproduce.read("converged", folder)}
     assert Point("beauty", FULL, "softmax", None, 0) in points
     assert points <= set(reproduce._wanted(["beauty", "ptb", "synth"], "converged"))
 

@@ -1,6 +1,7 @@
 """The paper's experiments (Section 4 and its appendix): a sweep of `manyclass train`, and figures of it."""
 
 import csv
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -152,7 +153,8 @@ class Point(NamedTuple):
         return f"{self.sampler}-{self.prediction}-{self.negatives or 'all'}-{self.seed}"
 
 
-HEADER = (*Point._fields, "step", "epoch", "seconds", "cpu_seconds", "heldout_loss")
+COLUMNS = ("epoch", "seconds", "cpu_seconds", "heldout_loss")
+HEADER = (*Point._fields, "options", "step", *COLUMNS)
 
 
 class Curve(NamedTuple):
@@ -324,7 +326,7 @@ def sweep(names: Sequence[str], preset: str, data: Path | None, out: Path, jobs:
     wanted = _wanted(names, preset)
     with console.status("data"):
         files = {name: sources(name, data, out) for name in names}
-    done = {curve.point for curve in read(record(preset, out))}
+    done = {curve.point for curve in read(preset, out)}
     waiting = [point for point in wanted if point not in done]
     queue = [_job(point, preset, files[point.dataset], out) for point in waiting]
     run_jobs(queue, len(wanted) - len(waiting), jobs, console)
@@ -332,7 +334,7 @@ def sweep(names: Sequence[str], preset: str, data: Path | None, out: Path, jobs:
 
 def finished(names: Sequence[str], preset: str, out: Path) -> list[Curve]:
     """Return the curves of the runs that are trained to the end, in the order of training."""
-    curves = {curve.point: curve for curve in read(record(preset, out))}
+    curves = {curve.point: curve for curve in read(preset, out)}
     return [curves[point] for point in _wanted(names, preset) if point in curves]
 
 
@@ -343,37 +345,48 @@ def _wanted(names: Sequence[str], preset: str) -> list[Point]:
 
 
 def _job(point: Point, preset: str, files: Mapping[str, Path], out: Path) -> Job:
-    folder, file = out / preset / point.dataset / point.name, record(preset, out)
+    folder = out / preset / point.dataset / point.name
 
     def keep_curve() -> None:
-        write([*read(file), Curve(point, read_metrics(folder / "metrics.csv"))], file)
+        write([*read(preset, out), Curve(point, read_metrics(folder / "metrics.csv"))], preset, out)
         rmtree(folder)
 
     label = f"{point.dataset} {point.sampler} {point.negatives or ''}"
     return Job(label, folder, (("train", *command(point, preset, files, folder)),), keep_curve)
 
 
-def write(curves: Iterable[Curve], file: Path) -> None:
-    """Write all curves as one table."""
+def fingerprint(dataset: str, preset: str) -> str:
+    """Identify the options of a data set in a preset, so that a record with others is noticed."""
+    options = f"{DATASETS[dataset].options} {DATASETS[dataset].presets[preset]}"
+    return hashlib.sha256(options.encode()).hexdigest()[:8]
+
+
+def write(curves: Iterable[Curve], preset: str, out: Path) -> None:
+    """Write all curves to the `record`."""
     rows = [
-        (*point, int(row.step), *(f"{getattr(row, name):.5f}" for name in HEADER[6:]))
+        (*point, fingerprint(point.dataset, preset), int(row.step), *(f"{getattr(row, name):.5f}" for name in COLUMNS))
         for point, rows in curves
         for row in rows
     ]
-    with replacing(file) as temporary:
+    with replacing(record(preset, out)) as temporary:
         write_csv(temporary, HEADER, rows)
 
 
-def read(file: Path) -> list[Curve]:
-    """Read the curves that `write` wrote; none if there is no file."""
-    found: dict[Point, list[Metrics]] = {}
+def read(preset: str, out: Path) -> list[Curve]:
+    """Read the curves that `write` wrote; none if there is no record."""
+    file, found = record(preset, out), dict[Point, list[Metrics]]()
     if not file.exists():
         return []
     with file.open(newline="") as handle:
         for row in csv.DictReader(handle):
             number = int(row["negatives"]) if row["negatives"] else None
             point = Point(row["dataset"], row["sampler"], row["prediction"], number, int(row["seed"]))
-            epoch, seconds, cpu, loss = (float(row[name]) for name in HEADER[6:])
+            if row.get("options") != fingerprint(point.dataset, preset):
+                raise ValueError(
+                    f"{file} has runs of {point.dataset} with other options than --preset {preset} has now; "
+                    "give another --out"
+                )
+            epoch, seconds, cpu, loss = (float(row[name]) for name in COLUMNS)
             metrics = Metrics(int(row["step"]), epoch, seconds, 0.0, 0.0, loss, None, number, cpu_seconds=cpu)
             found.setdefault(point, []).append(metrics)
     return [Curve(point, rows) for point, rows in found.items()]
