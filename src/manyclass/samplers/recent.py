@@ -53,8 +53,13 @@ class Recent(nn.Module):
             queries = (self.query, self.cutoff, self.log_total)
             tables = (partition.mean.code, partition.mean.scale, partition.spread)
             return torch.ops.manyclass.node_shares(*queries, *tables, node, size, prediction == "absolute") / size
-        norm = self.query.square().sum(dim=-1, keepdim=True)
-        mean = self.query @ partition.mean.read(node).T
-        mass = log_mass(mean, norm * partition.spread[node], size, prediction)
+        mass = self.masses(partition, blocks, prediction)
         share = (mass.minimum(self.cutoff.unsqueeze(-1)) - self.log_total.unsqueeze(-1)).clamp(max=0).exp()
         return share.square().mean(dim=0).sqrt().nan_to_num(0.0) / size
+
+    def masses(self, partition: Partition, blocks: Tensor, prediction: str) -> Tensor:
+        """Return the log-masses that ``blocks (k,)`` are taken to have for each query, shape ``(RECENT, k)``."""
+        node = partition.firsts[-1] + blocks
+        variance = self.query.square().sum(dim=-1, keepdim=True) * partition.spread[node]
+        mean = self.query @ partition.mean.read(node).T
+        return log_mass(mean, variance, partition.inside / partition.blocks, prediction)

@@ -6,7 +6,7 @@ from torch import Tensor
 from .. import functional
 from .codes import rows_of
 from .recent import Recent
-from .search import Index, log_mass
+from .search import Index
 
 # A class is a stray for a query if it has more mass than its whole block is taken to have: this many nats more.
 MARGIN = 1.0
@@ -50,8 +50,6 @@ def _shares(index: Index, recent: Recent, ids: Tensor) -> tuple[Tensor, Tensor]:
     partition, known = index.partition, ids.clamp(min=0)
     output = functional.output(recent.query @ rows_of(index.weight, index.bias, known).T, index.prediction)
     square = (2 * (output - recent.log_total.unsqueeze(-1)).clamp(max=0)).exp().nan_to_num(0.0)
-    node = partition.firsts[-1] + partition.block_of.index_select(0, known).long().clamp(min=0)
-    variance = recent.query.square().sum(dim=-1, keepdim=True) * partition.spread[node]
-    size = partition.inside / partition.blocks
-    mass = log_mass(recent.query @ partition.mean.read(node).T, variance, size, index.prediction)
+    block = partition.block_of.index_select(0, known).long().clamp(min=0)
+    mass = recent.masses(partition, block, index.prediction)
     return square.mean(dim=0), (square * (mass < output - MARGIN)).mean(dim=0)
