@@ -58,7 +58,8 @@ class Polynomial:
     def value(self, logits: Tensor) -> Tensor:
         """Return ``alpha · logits^degree + 1``; the shape is kept."""
         square = logits.square()
-        return self.alpha * (square if self.degree == 2 else square ** (self.degree // 2)) + 1
+        power = square if self.degree == 2 else square ** (self.degree // 2)
+        return power.mul_(self.alpha).add_(1)  # in place: half the memory traffic
 
     def feature_dim(self, in_features: int) -> int:
         """Return D: the number of distinct monomials of ``degree`` in ``in_features`` variables, plus one."""
