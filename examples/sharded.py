@@ -7,6 +7,8 @@ the vector of its class with noise.
 """
 
 import argparse
+import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -73,3 +75,5 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # a thread of gloo can abort a normal exit: https://github.com/pytorch/pytorch/pull/179291
