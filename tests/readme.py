@@ -8,7 +8,8 @@ from pathlib import Path
 
 from manyclass import samplers
 from manyclass.bench import optimum, step
-from manyclass.experiments import comparison, comparison_report, pace, quality, reproduce
+from manyclass.experiments import comparison, comparison_report, pace, quality, reproduce, times
+from manyclass.experiments.reproduce import Point
 
 DOCS = Path(__file__).parent.parent / "docs"
 README = DOCS.parent / "README.md"
@@ -123,31 +124,55 @@ def quality_table() -> str:
     return rows(header, lines)
 
 
-def sweep_table(dataset: str, column: str) -> str:
-    """Lay out how the runs of `manyclass reproduce bias` end: means over seeds by sampler and number of negatives."""
-    ends: dict[tuple[str, str, str, str], str] = {}
-    # Until the sweep on Penn Tree Bank with sequences of 20 words is complete, the page has the one with 35.
-    file = "reproduce-ptb-35.csv" if dataset == "ptb" else "reproduce-converged.csv"
-    found = [row for row in results(file) if row["dataset"] == dataset]
-    for row in found:  # the last evaluation of a run is its last row
-        ends[row["sampler"], row["prediction"], row["negatives"], row["seed"]] = row[column]
-    names = [name for name in (*reproduce.SAMPLERS, reproduce.BLOCKS) if any(key[0] == name for key in ends)]
-    perplexity = column == "heldout_loss" and reproduce.DATASETS[dataset].perplexity
-    digits = 1 if perplexity else 3 if column == "heldout_loss" else 0
+def ends(dataset: str) -> dict[Point, list[float]]:
+    """Read how the runs of `manyclass reproduce bias` end: the held-out losses of the seeds, by point with seed 0."""
+    found: dict[Point, list[float]] = {}
+    for point, evaluations in reproduce.read("converged", RESULTS):
+        if point.dataset == dataset:
+            found.setdefault(point._replace(seed=0), []).append(evaluations[-1].heldout_loss)
+    return found
 
-    def cell(sampler: str, prediction: str, negatives: str) -> str:
-        values = [float(value) for key, value in ends.items() if key[:3] == (sampler, prediction, negatives)]
-        if perplexity:
-            values = [math.exp(value) for value in values]
-        text = f"{sum(values) / len(values):,.{digits}f}" if values else "–"
-        return f"{text} ({len(values)})" if len(values) > 1 else text
 
-    def predicts(sampler: str) -> str:
-        return "absolute" if sampler in reproduce.ABSOLUTE else "softmax"
+def ends_table(dataset: str) -> str:
+    """Lay out how the runs end: means over seeds, perplexities or losses."""
+    perplexity = reproduce.DATASETS[dataset].perplexity
 
-    lines = [("all", *(cell(reproduce.FULL, predicts(name), "") for name in names))]
-    for negatives in sorted({int(key[2]) for key in ends if key[2]}):
-        lines.append((str(negatives), *(cell(name, predicts(name), str(negatives)) for name in names)))
+    def text(losses: list[float]) -> str:
+        values = [math.exp(loss) for loss in losses] if perplexity else losses
+        mean = f"{sum(values) / len(values):,.{1 if perplexity else 3}f}"
+        return f"{mean} ({len(values)})" if len(values) > 1 else mean
+
+    return sweep_table({point: text(losses) for point, losses in ends(dataset).items()})
+
+
+def gaps_table(dataset: str) -> str:
+    """Lay out how far the runs end above the full softmax with the same prediction: nats, means over seeds."""
+    means = {point: sum(losses) / len(losses) for point, losses in ends(dataset).items()}
+    full = {point.prediction: mean for point, mean in means.items() if point.sampler == reproduce.FULL}
+    gaps = {point: f"{mean - full[point.prediction]:+.3f}" for point, mean in means.items() if point.negatives}
+    return sweep_table(gaps)
+
+
+def times_table(dataset: str) -> str:
+    """Lay out the times of `manyclass reproduce times`."""
+    times_of = times.read("converged", RESULTS)
+    return sweep_table({point: f"{value:.1f}" for point, value in times_of.items() if point.dataset == dataset})
+
+
+def sweep_table(cells: dict[Point, str]) -> str:
+    """Lay out runs of one data set by sampler and number of negatives."""
+    names = [name for name in (*reproduce.SAMPLERS, reproduce.BLOCKS) if any(point.sampler == name for point in cells)]
+    dataset = next(iter(cells)).dataset
+
+    def cell(name: str, sampler: str, negatives: int | None) -> str:
+        prediction = "absolute" if name in reproduce.ABSOLUTE else "softmax"
+        return cells.get(Point(dataset, sampler, prediction, negatives, 0), "–")
+
+    lines = []
+    if any(point.sampler == reproduce.FULL for point in cells):
+        lines.append(("all", *(cell(name, reproduce.FULL, None) for name in names)))
+    for negatives in sorted({point.negatives for point in cells if point.negatives}):
+        lines.append((str(negatives), *(cell(name, name, negatives) for name in names)))
     return rows(("negatives", *names), lines)
 
 
@@ -190,8 +215,9 @@ def generated() -> dict[Path, str]:
         measured = with_table(measured, name, table)
     sweep = REPRODUCTION.read_text("utf-8")
     for dataset in ("ptb", "beauty"):
-        for name, column in {"ends": "heldout_loss", "times": "cpu_seconds"}.items():
-            sweep = with_table(sweep, f"{name}-{dataset}", sweep_table(dataset, column))
+        sweep = with_table(sweep, f"ends-{dataset}", ends_table(dataset))
+        sweep = with_table(sweep, f"times-{dataset}", times_table(dataset))
+    sweep = with_table(sweep, "gaps-ptb", gaps_table("ptb"))
     return {
         REPRODUCTION: sweep,
         README: with_table(README.read_text("utf-8"), "steps", step_table()),

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from manyclass.experiments import figures, reproduce
+from manyclass.experiments import figures, reproduce, times
 from manyclass.experiments.reproduce import BLOCKS, FULL, Curve, Metrics, Point, Preset
 from manyclass.train.data.synth import synthesise
 from manyclass.train.tasks import TASKS
@@ -68,7 +68,7 @@ def test_a_sweep_goes_on_where_it_was(tmp_path, data, monkeypatch):
     curves = reproduce.finished(["ptb", "synth"], "quick", out)
     points = [curve.point for curve in curves]
     assert set(points) == {*reproduce.points("ptb", TINY), *reproduce.points("synth", TINY)}
-    assert len(points) == 2 * (2 * 2 + 1 + 1)
+    assert len(points) == (3 + 1 + 1) + (2 * 2 + 1 + 1)  # full softmax, quadratic, blocks
     names = [(point.dataset, point.name) for point in points]
     assert sorted(launched) == sorted([*names, launched[2]])  # one of them twice
     assert not any((out / "quick" / "ptb").iterdir())
@@ -90,6 +90,48 @@ def test_a_sweep_goes_on_where_it_was(tmp_path, data, monkeypatch):
         for image in figures.draw(figure, curves, tmp_path, "a note"):
             assert image.read_bytes()[:4] == b"\x89PNG"
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_times_are_of_trained_weights_and_of_one_run_of_the_command(tmp_path, data, monkeypatch):
+    console, out = Console(width=200, quiet=True), tmp_path / "out"
+    monkeypatch.setattr(times, "STEPS", 4)
+    monkeypatch.setattr(times, "ROUNDS", 2)
+    launched = []
+    launch = reproduce._launch
+    monkeypatch.setattr(reproduce, "_launch", lambda job: launched.append(job) or launch(job))
+    times.write(
+        {Point("ptb", "gone", "softmax", 3, 0): 1.0, Point("beauty", FULL, "softmax", None, 0): 2.5}, "quick", out
+    )
+    times.measure(["ptb"], "quick", data, out, console)
+    found = times.read("quick", out)
+    kept = found.pop(Point("beauty", FULL, "softmax", None, 0))
+    assert kept == 2.5, "other data sets keep their times"
+    wanted = {point for point in reproduce.points("ptb", TINY) if point.seed == 0}
+    assert found.keys() == wanted
+    assert all(0 < value < 1000 for value in found.values())
+    first, *others = launched
+    assert len(others) == 2 * len(wanted)
+    assert first.folder.name == "start"
+    assert "--init" not in first.commands[0]
+    for job in others:
+        arguments = job.commands[0]
+        assert arguments[arguments.index("--init") + 1] == str(first.folder)
+    assert [entry.name for entry in first.folder.parent.iterdir()] == ["start"]
+
+    rows = [Metrics(step, 0.1 * step, 0.0, 0.0, 0.0, 5.0 - step, None, 2) for step in (0, 2, 4)]
+    curves = [Curve(Point("ptb", BLOCKS, "softmax", 2, seed), rows) for seed in (0, 1)]
+    curves.append(Curve(Point("ptb", FULL, "softmax", None, 0), rows))
+    each = {curves[0].point: 500.0, curves[2].point: 2000.0}
+    timed = times.timed(curves, each)
+    assert [[row.cpu_seconds for row in curve.rows] for curve in timed] == [[0, 1, 2], [0, 1, 2], [0, 4, 8]]
+    assert len(figures.draw("samples", timed, tmp_path, "a note")) == 2
+    del each[curves[0].point]
+    without = figures.draw("samples", times.timed(curves, each), tmp_path, "a note")
+    assert [file.name for file in without] == ["samples-ptb.png"]
+    changed = reproduce.DATASETS["ptb"]._replace(presets={"quick": "--lr 1"})
+    monkeypatch.setitem(reproduce.DATASETS, "ptb", changed)
+    with pytest.raises(ValueError, match=r"reproduce-quick-times\.csv has runs of ptb with other options"):
+        times.read("quick", out)
 
 
 def test_what_is_trained(data, tmp_path):
@@ -138,7 +180,10 @@ def test_decisive_runs_come_first_and_have_several_seeds():
     preset = reproduce.PRESETS["converged"]
     found = reproduce._wanted(["beauty", "ptb"], "converged")
     each, again = len(preset.negatives), sum(map(len, reproduce.DATASETS["ptb"].repeated.values()))
-    assert len(set(found)) == len(found) == 2 * (2 * 3 + each * (3 + 4)) + 2 * (3 * each + again)
+    assert len(set(found)) == len(found) == 2 * (2 + each * (3 + 4)) + 2 * (2 + 3 * each) + 2 * (1 + again)
+    full = [point for point in found if point.sampler == FULL]
+    assert [point.seed for point in full if point[:3] == ("ptb", FULL, "absolute")] == [0]
+    assert [point.seed for point in full if point[:3] == ("ptb", FULL, "softmax")] == [0, 1, 2]
     assert Point("ptb", "quadratic", "absolute", 10, 2) in found
     assert Point("ptb", "quadratic", "absolute", 40, 2) not in found
     first = found[: 2 * (2 + 3 * len(preset.negatives))]

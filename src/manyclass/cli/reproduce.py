@@ -37,29 +37,54 @@ def _reproduce_command(figure: str, help: str) -> None:
         jobs: Jobs = None,
         only_report: OnlyReport = False,
     ) -> None:
-        from .. import checks
-        from ..experiments import figures
+        from ..experiments import figures, times
         from ..experiments import reproduce as experiments
 
         console = start(out, None)
-        known = tuple(name for name, each in experiments.DATASETS.items() if preset in each.presets)
-        names = [checks.one_of("--dataset", name, known) for name in dataset or known]
+        names = _names(dataset, preset)
         if not only_report:
             experiments.sweep(names, preset, data, out, jobs or os.cpu_count() or 1, console)
-        curves = experiments.finished(names, preset, out)
+        curves = times.timed(experiments.finished(names, preset, out), times.read(preset, out))
         for file in figures.draw(figure, curves, out, experiments.PRESETS[preset].note):
             console.print(str(file), soft_wrap=True)
 
     app.command(figure, help=f"{help} All figures use the same runs, and finished runs are not trained again.")(command)
 
 
+def _names(wanted: list[str] | None, preset: str) -> list[str]:
+    from .. import checks
+    from ..experiments.reproduce import DATASETS
+
+    known = tuple(name for name, each in DATASETS.items() if preset in each.presets)
+    return [checks.one_of("--dataset", name, known) for name in wanted or known]
+
+
 _reproduce_command("bias", "Final quality against the number of negatives, for every sampler (Figure 2).")
 _reproduce_command(
-    "samples", "Convergence for varying numbers of negatives, against epochs and time (Figures 3, 5, 6)."
+    "samples", "Convergence for varying numbers of negatives, against epochs and, after times, time (Figures 3, 5, 6)."
 )
 _reproduce_command(
-    "distributions", "Convergence of the samplers at fixed numbers, against epochs and time (Figures 4, 7)."
+    "distributions",
+    "Convergence of the samplers at fixed numbers, against epochs and, after times, time (Figures 4, 7).",
 )
+
+
+@app.command()
+def times(
+    data: Data = None,
+    dataset: DatasetNames = None,
+    preset: PresetName = "quick",
+    out: Out = Path("out/reproduce"),
+) -> None:
+    """Time a training step of every sampler, for the figures against time.
+
+    Use a machine that does nothing else. The runs of the other commands may be from several machines.
+    """
+    from ..experiments import times as experiment
+
+    console = start(out, None)
+    experiment.measure(_names(dataset, preset), preset, data, out, console)
+    console.print(str(experiment.record(preset, out)), soft_wrap=True)
 
 
 @app.command()

@@ -26,7 +26,7 @@ SHADES = "viridis"
 def draw(figure: str, curves: Sequence[Curve], out: Path, note: str) -> list[Path]:
     """Draw ``bias``, ``samples`` or ``distributions``; the latter two for each data set, against epochs and time.
 
-    A sweep may have just begun: data sets without anything to compare are left out.
+    A sweep may have just begun: data sets without anything to compare are left out, and times that are not known.
     """
     if not _datasets(curves):
         return []
@@ -36,8 +36,10 @@ def draw(figure: str, curves: Sequence[Curve], out: Path, note: str) -> list[Pat
     files = []
     for name in _datasets(curves):
         for against, suffix in (("epoch", ""), ("cpu_seconds", "-time")):
-            files.append(out / f"{figure}-{name}{suffix}.png")
             own = [curve for curve in curves if curve.point.dataset == name]
+            if any(getattr(curve.rows[-1], against) is None for curve in own):
+                continue
+            files.append(out / f"{figure}-{name}{suffix}.png")
             said = f"{_length(own)}; {note}"
             {"samples": samples, "distributions": distributions}[figure](own, files[-1], said, against)
     return files

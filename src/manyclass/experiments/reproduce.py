@@ -55,7 +55,8 @@ class Dataset(NamedTuple):
     made: tuple[int, int, int] | None = None
     #: At most so many seeds, …
     seeds: int = 3
-    #: … and the decisive samplers that get more than one, with their numbers of negatives; None: all.
+    #: … and what gets more than one besides the plain full softmax: decisive samplers, with their numbers of
+    #: negatives; None: all of them, and the absolute full softmax.
     repeated: Mapping[str, tuple[int, ...]] | None = None
 
 
@@ -153,8 +154,7 @@ class Point(NamedTuple):
         return f"{self.sampler}-{self.prediction}-{self.negatives or 'all'}-{self.seed}"
 
 
-COLUMNS = ("epoch", "seconds", "cpu_seconds", "heldout_loss")
-HEADER = (*Point._fields, "options", "step", *COLUMNS)
+HEADER = (*Point._fields, "options", "step", "epoch", "heldout_loss")
 
 
 class Curve(NamedTuple):
@@ -170,10 +170,11 @@ def points(dataset: str, preset: Preset) -> list[Point]:
     others = [sampler for sampler in SAMPLERS if sampler not in (*DECISIVE, *skipped)]
     found = []
     for seed in range(min(DATASETS[dataset].seeds, max(preset.baselines, preset.decisive))):
+        repeated = DATASETS[dataset].repeated if seed > 0 else None
         if seed < preset.baselines:
-            found += [Point(dataset, FULL, prediction, None, seed) for prediction in ("softmax", "absolute")]
+            predictions = ("softmax", "absolute") if repeated is None else ("softmax",)
+            found += [Point(dataset, FULL, prediction, None, seed) for prediction in predictions]
         if seed < preset.decisive:
-            repeated = DATASETS[dataset].repeated if seed > 0 else None
             found += [
                 point
                 for point in _sampled(dataset, DECISIVE, preset, seed)
@@ -356,15 +357,23 @@ def _job(point: Point, preset: str, files: Mapping[str, Path], out: Path) -> Job
 
 
 def fingerprint(dataset: str, preset: str) -> str:
-    """Identify the options of a data set in a preset, so that a record with others is noticed."""
+    """Identify the options of a data set in a preset, so that `check_options` notices others."""
     options = f"{DATASETS[dataset].options} {DATASETS[dataset].presets[preset]}"
     return hashlib.sha256(options.encode()).hexdigest()[:8]
+
+
+def check_options(file: Path, dataset: str, preset: str, found: str | None) -> None:
+    """Raise an error if a line of a record is of runs whose options differ from those that a preset has now."""
+    if found != fingerprint(dataset, preset):
+        raise ValueError(
+            f"{file} has runs of {dataset} with other options than --preset {preset} has now; give another --out"
+        )
 
 
 def write(curves: Iterable[Curve], preset: str, out: Path) -> None:
     """Write all curves to the `record`."""
     rows = [
-        (*point, fingerprint(point.dataset, preset), int(row.step), *(f"{getattr(row, name):.5f}" for name in COLUMNS))
+        (*point, fingerprint(point.dataset, preset), int(row.step), f"{row.epoch:.5f}", f"{row.heldout_loss:.5f}")
         for point, rows in curves
         for row in rows
     ]
@@ -381,12 +390,7 @@ def read(preset: str, out: Path) -> list[Curve]:
         for row in csv.DictReader(handle):
             number = int(row["negatives"]) if row["negatives"] else None
             point = Point(row["dataset"], row["sampler"], row["prediction"], number, int(row["seed"]))
-            if row.get("options") != fingerprint(point.dataset, preset):
-                raise ValueError(
-                    f"{file} has runs of {point.dataset} with other options than --preset {preset} has now; "
-                    "give another --out"
-                )
-            epoch, seconds, cpu, loss = (float(row[name]) for name in COLUMNS)
-            metrics = Metrics(int(row["step"]), epoch, seconds, 0.0, 0.0, loss, None, number, cpu_seconds=cpu)
-            found.setdefault(point, []).append(metrics)
+            check_options(file, point.dataset, preset, row.get("options"))
+            epoch, loss = float(row["epoch"]), float(row["heldout_loss"])
+            found.setdefault(point, []).append(Metrics(int(row["step"]), epoch, 0.0, 0.0, 0.0, loss, None, number))
     return [Curve(point, rows) for point, rows in found.items()]
