@@ -50,7 +50,7 @@ class Dataset(NamedTuple):
 DATASETS = {
     "python": Dataset("Python's standard library", "--corpus python", None, 200),
     "text8": Dataset("text8", "--min-count 1", "text8/text8*", 1500),
-    "linux": Dataset("Linux identifiers", "--split blanks --min-count 2", "linux-identifiers/idents.txt*", 600),
+    "linux": Dataset("Linux identifiers", "--split blanks --min-count 2", "linux-identifiers/idents.txt*", 400),
 }
 
 
