@@ -214,8 +214,9 @@ def generated() -> dict[Path, str]:
     for name, table in {"sizes": sizes_table(), "settings": settings_table(), "quality": quality_table()}.items():
         measured = with_table(measured, name, table)
     sweep = REPRODUCTION.read_text("utf-8")
-    for dataset in ("ptb", "beauty"):
+    for dataset in ("ptb", "beauty", "synth"):
         sweep = with_table(sweep, f"ends-{dataset}", ends_table(dataset))
+    for dataset in ("ptb", "beauty"):
         sweep = with_table(sweep, f"times-{dataset}", times_table(dataset))
     sweep = with_table(sweep, "gaps-ptb", gaps_table("ptb"))
     return {
