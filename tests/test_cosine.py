@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import manyclass
-from manyclass import ArcFace, CosFace, Cosine, FullSoftmax, SampledSoftmax, functional
+from manyclass import ArcFace, CosFace, Cosine, FullSoftmax, SampledSoftmax, chunks, functional
 
 N, D, M = 40, 5, 12
 MARGINS = {"none": None, "cosface": CosFace(0.3), "arcface": ArcFace(0.5)}
@@ -75,8 +75,8 @@ def test_the_function_is_the_definition(name, monkeypatch):
     weight = torch.randn(N, D, requires_grad=True)
     query, target = batch()
     expected = F.cross_entropy(logits_of(query, weight, target, 8.0, MARGINS[name]), target)
-    for most in (functional.MAX_LOGITS, 9 * 7):  # in one chunk of classes, and in six
-        monkeypatch.setattr(functional, "MAX_LOGITS", most)
+    for most in (chunks.MAX_LOGITS, 9 * 7):  # in one chunk of classes, and in six
+        monkeypatch.setattr(chunks, "MAX_LOGITS", most)
         loss = functional.cosine_softmax_loss(query, weight, target, 8.0, margin=MARGINS[name])
         same_gradients(loss, expected, [query, weight])
 

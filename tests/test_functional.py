@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyclass import functional, samplers
+from manyclass import chunks, functional, samplers
 
 PREDICTIONS = ["softmax", "absolute"]
 
@@ -75,8 +75,8 @@ def test_mean_of_nothing_is_zero():
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("max_logits", [1 << 24, 20, 1])
 def test_full_softmax_in_chunks(prediction, with_bias, max_logits, monkeypatch):
-    monkeypatch.setattr(functional, "MAX_LOGITS", max_logits)
-    monkeypatch.setattr(functional, "MAX_QUERIES", 4)
+    monkeypatch.setattr(chunks, "MAX_LOGITS", max_logits)
+    monkeypatch.setattr(chunks, "MAX_QUERIES", 4)
     query, weight, bias, target = problem()
     offset = bias if with_bias else None
     inputs = (query, weight, bias) if with_bias else (query, weight)
@@ -91,11 +91,14 @@ def test_full_softmax_in_chunks(prediction, with_bias, max_logits, monkeypatch):
     best = log_prob.topk(5)
     assert torch.equal(ids, best.indices)
     torch.testing.assert_close(values - log_z[:, None], best.values)
+    torch.testing.assert_close(functional.best(query, weight, 5, offset, prediction), (values, ids, log_z))
+    single = functional.best(query[0], weight, 5, offset, prediction)
+    torch.testing.assert_close(single, (values[0], ids[0], log_z[0]))
 
 
 def test_full_softmax_memory_is_bounded(monkeypatch):
     """No tensor of the computation, forward or backward, may hold more than MAX_LOGITS logits."""
-    monkeypatch.setattr(functional, "MAX_LOGITS", 1000)
+    monkeypatch.setattr(chunks, "MAX_LOGITS", 1000)
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from . import checks, functional
+from . import checks, chunks
 from .counters import Counters
 from .diagnostics import MEASURED, Measured, steady_bias
 from .samplers.base import Sampler
@@ -68,7 +68,7 @@ class Budget(Counters):
         old = self.bias_product
         # The bias falls about as 1/num_samples: their product is what is averaged.
         self.bias_product = mean = product if math.isnan(old) else old + ADAPT_WEIGHT * (product - old)
-        highest = max(FEWEST_SAMPLES, min(num_classes, functional.MAX_LOGITS // batch))
+        highest = max(FEWEST_SAMPLES, min(num_classes, chunks.MAX_LOGITS // batch))
         wanted = max(self.number / 2, min(2 * self.number, mean / self.tolerance))
         self.set(sampler, max(min(FEWEST_SAMPLES, num_classes), min(highest, round(wanted))))
 

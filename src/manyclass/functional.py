@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import cast
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from . import checks
+from . import checks, chunks
 
 __all__ = ["cosine_softmax_loss", "full_softmax_loss", "log_partition", "log_prob", "sampled_softmax_loss", "topk"]
 
@@ -23,10 +23,6 @@ REDUCTIONS = ("none", "mean", "sum")
 #: Maps the output of a target to a smaller one.
 Margin = Callable[[Tensor], Tensor]
 
-# Logits that may exist at one time while all classes are scored: 64 MiB in float32.
-MAX_LOGITS = 1 << 24
-# Queries that are scored together. More would leave chunks with too few classes for a fast matrix product.
-MAX_QUERIES = 4096
 # Replaces −inf where the gradient of an empty sum must be finite.
 LOWEST = -1e30
 
@@ -164,13 +160,13 @@ def log_partition(
             outputs = F.pad(outputs, (0, 1)).scatter(-1, place, LOWEST)[:, :-1]
         return outputs.logsumexp(dim=-1)
 
-    result, queries = [], _query_chunks(query)
-    excluded = [None] * len(queries) if exclude is None else _query_chunks(exclude)
+    result, queries = [], chunks.of_queries(query)
+    excluded = [None] * len(queries) if exclude is None else chunks.of_queries(exclude)
     for rows, hidden in zip(queries, excluded, strict=True):
-        chunks = _class_chunks(rows.shape[0], weight, bias)
+        pieces = chunks.of_classes(len(rows), weight, bias)
         # Recomputing a chunk in the backward pass is what bounds the memory when gradients are needed.
-        run = part if len(chunks) == 1 else partial(checkpoint, part, use_reentrant=False)
-        parts = [run(rows, w, b, None if hidden is None else hidden - first) for first, w, b in chunks]
+        run = part if len(pieces) == 1 else partial(checkpoint, part, use_reentrant=False)
+        parts = [run(rows, w, b, None if hidden is None else hidden - first) for first, w, b in pieces]
         result.append(torch.stack(cast(list[Tensor], parts)).logsumexp(dim=0))
     return torch.cat(result).reshape(query.shape[:-1])
 
@@ -187,24 +183,32 @@ def topk(
 
     Returns the outputs (after ``|·|`` if absolute) and the class ids, both of shape ``(*batch, k)``.
     """
+    return best(query, weight, k, bias, prediction, normalise=False)[:2]
+
+
+def best(
+    query: Tensor, weight: Tensor, k: int, bias: Tensor | None, prediction: str, *, normalise: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `topk` and `log_partition` return, from one pass over the classes; −inf without ``normalise``."""
     _check_arguments(query, weight, bias, prediction)
     checks.positive_int("k", k)
     if k > weight.shape[0]:
         raise ValueError(f"k must be at most num_classes = {weight.shape[0]}, got {k}")
-    values, ids = [], []
-    for rows in _query_chunks(query):
-        best = rows.new_empty(rows.shape[0], 0)
-        best_ids = torch.empty(rows.shape[0], 0, dtype=torch.long, device=rows.device)
-        for first, w, b in _class_chunks(rows.shape[0], weight, bias):
+    parts = []
+    for rows in chunks.of_queries(query):
+        top, total = rows.new_empty(len(rows), 0), rows.new_full((len(rows),), -math.inf)
+        ids = torch.empty_like(top, dtype=torch.long)
+        for first, w, b in chunks.of_classes(len(rows), weight, bias):
             logits = output(linear(rows, w, b), prediction)
             value, position = logits.topk(min(k, logits.shape[-1]), dim=-1)
-            best, best_ids = torch.cat([best, value], dim=-1), torch.cat([best_ids, position + first], dim=-1)
-            best, position = best.topk(min(k, best.shape[-1]), dim=-1)
-            best_ids = best_ids.gather(-1, position)
-        values.append(best)
-        ids.append(best_ids)
-    shape = (*query.shape[:-1], k)
-    return torch.cat(values).reshape(shape), torch.cat(ids).reshape(shape)
+            ids = torch.cat([ids, position + first], dim=-1)
+            top, position = torch.cat([top, value], dim=-1).topk(min(k, ids.shape[-1]), dim=-1)
+            ids = ids.gather(-1, position)
+            total = torch.logaddexp(total, logits.logsumexp(dim=-1)) if normalise else total
+        parts.append((top, ids, total))
+    batch = query.shape[:-1]
+    top, ids, total = (torch.cat(part) for part in zip(*parts, strict=True))
+    return top.reshape(*batch, k), ids.reshape(*batch, k), total.reshape(batch)
 
 
 def log_prob(
@@ -231,20 +235,3 @@ def _check_arguments(query: Tensor, weight: Tensor, bias: Tensor | None, predict
 def linear(query: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return logits ``(*batch, num_classes)`` in the precision of the query, not of the parameters."""
     return F.linear(query, weight.to(query.dtype), None if bias is None else bias.to(query.dtype))
-
-
-def _query_chunks(query: Tensor) -> Sequence[Tensor]:
-    rows = query.reshape(math.prod(query.shape[:-1]), query.shape[-1])  # −1 would be ambiguous without columns
-    return [rows] if torch.compiler.is_exporting() else rows.split(MAX_QUERIES)
-
-
-def _class_chunks(num_queries: int, weight: Tensor, bias: Tensor | None) -> list[tuple[int, Tensor, Tensor | None]]:
-    """Split the classes so that ``num_queries`` × chunk stays within ``MAX_LOGITS``; each with its first class.
-
-    An exported graph takes any number of queries, so it does not split.
-    """
-    if torch.compiler.is_exporting():
-        return [(0, weight, bias)]
-    size = max(1, MAX_LOGITS // max(1, num_queries))
-    offsets = [None] * math.ceil(len(weight) / size) if bias is None else bias.split(size)
-    return list(zip(range(0, len(weight), size), weight.split(size), offsets, strict=True))

@@ -119,8 +119,7 @@ class Shard:
     def topk(self, query: Tensor, tables: Tables, k: int, prediction: str) -> tuple[Tensor, Tensor]:
         """Find the ``k`` most probable classes: log probabilities and ids, both ``(*batch, k)``."""
         weight, bias = tables
-        values, ids = functional.topk(query, weight, k, bias, prediction=prediction)
-        log_z = functional.log_partition(query, weight, bias, prediction=prediction)
+        values, ids, log_z = functional.best(query, weight, k, bias, prediction)
         return values - log_z.unsqueeze(-1), ids
 
     def total(self, number: int) -> int:

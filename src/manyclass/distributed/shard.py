@@ -176,8 +176,7 @@ class RankShard(Shard):
         weight, bias = tables
         everyone, rows, _ = self._gather(query.reshape(-1, query.shape[-1]))
         local = min(k, self.last - self.first)
-        values, ids = functional.topk(everyone, weight, local, bias, prediction=prediction)
-        log_z = functional.log_partition(everyone, weight, bias, prediction=prediction)
+        values, ids, log_z = functional.best(everyone, weight, local, bias, prediction)
         values, ids = F.pad(values, (0, k - local), value=-math.inf), F.pad(ids + self.first, (0, k - local))
         found = torch.cat([log_z.unsqueeze(-1), values], dim=-1)
         found = collectives.to_owners(found, rows, self.group, "scores")

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .. import checks, functional
+from .. import checks, chunks, functional
 from ..shard import Shard
 
 
@@ -77,6 +77,6 @@ class AdaptiveSoftmax(nn.Module):
         if probe is not None:
             raise ValueError(f"probe must be None: AdaptiveSoftmax has no index to search; got {probe}")
         flat = checks.queries("input", input, self.in_features).reshape(-1, self.in_features)
-        parts = flat.split(max(1, functional.MAX_LOGITS // self.num_classes))
+        parts = flat.split(max(1, chunks.MAX_LOGITS // self.num_classes))
         values, ids = zip(*(self.log_prob(part).topk(k, dim=-1) for part in parts), strict=True)
         return torch.cat(values).reshape(*input.shape[:-1], k), torch.cat(ids).reshape(*input.shape[:-1], k)

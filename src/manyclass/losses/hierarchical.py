@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import checks, functional
+from .. import checks, chunks, functional
 from ..head import Head, full_precision
 from ..rows import select_rows
 from ..samplers.bisection import bisect
@@ -136,7 +136,7 @@ class HierarchicalSoftmax(Head):
 
     def _parts(self, query: Tensor) -> tuple[Tensor, ...]:
         """Split the queries, so that their decisions fit into a bounded memory."""
-        return query.reshape(-1, self.in_features).split(max(1, functional.MAX_LOGITS // self.num_classes))
+        return query.reshape(-1, self.in_features).split(max(1, chunks.MAX_LOGITS // self.num_classes))
 
     @torch.no_grad()
     def topk(self, input: Tensor, k: int, *, probe: int | None = None) -> tuple[Tensor, Tensor]:

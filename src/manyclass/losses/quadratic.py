@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import checks, functional
+from .. import checks, chunks, functional
 from ..head import Head, full_precision
 from ..shard import Tables
 from .base import refuse
@@ -70,7 +70,7 @@ class QuadraticSoftmax(Head):
         return mass.log() - mass.sum(dim=-1, keepdim=True).log()
 
     def _parts(self, query: Tensor) -> tuple[Tensor, ...]:
-        return query.split(max(1, functional.MAX_LOGITS // self.num_classes))
+        return query.split(max(1, chunks.MAX_LOGITS // self.num_classes))
 
     @torch.no_grad()
     def topk(self, input: Tensor, k: int, *, probe: int | None = None) -> tuple[Tensor, Tensor]:

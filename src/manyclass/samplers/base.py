@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import checks, functional
+from .. import checks, chunks
 from .description import Described
 from .draw import Best, Draw
 
@@ -194,7 +194,7 @@ class Sampler(Described, nn.Module):
         self, numbers_per_query: int, query: Tensor, other: Tensor, exclude: Tensor | None, most: int | None = None
     ):
         """Split the batch so that ``numbers_per_query`` of all queries of a chunk stay within ``most`` numbers."""
-        size = max(1, (most or functional.MAX_LOGITS) // numbers_per_query)
+        size = max(1, (most or chunks.MAX_LOGITS) // numbers_per_query)
         parts = query.split(size)
         positives = [None] * len(parts) if exclude is None else exclude.split(size)
         return zip(parts, other.split(size), positives, strict=True)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import functional, ops
+from .. import chunks, ops
 
 POWER_ITERATIONS = 3
 MEANS_ITERATIONS = 4
@@ -34,7 +34,7 @@ def bisect_reference(rows: Tensor, borders: Tensor) -> Tensor:
         begin, size = borders[:-1:width], borders[::width].diff()
         longest = int(size.max())
         halved = torch.empty_like(order)
-        part = max(1, functional.MAX_LOGITS // (longest * rows.shape[1]))
+        part = max(1, chunks.MAX_LOGITS // (longest * rows.shape[1]))
         for chosen in size.nonzero().squeeze(-1).split(part):
             place = torch.arange(longest, device=rows.device)
             first, number = (each[chosen].to(rows.device).unsqueeze(-1) for each in (begin, size))

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import checks, functional, kernels
+from .. import checks, chunks, functional, kernels
 from .base import Sampler
 
 # Masses that a draw sums at a time, over all its examples: as many as a core's cache holds. Their logits come from
@@ -71,7 +71,7 @@ class Dense(Sampler):
 
     def log_total(self, query: Tensor) -> Tensor:
         """Return the log of the sum over all classes."""
-        parts = query.split(max(1, functional.MAX_LOGITS // self.num_classes))
+        parts = query.split(max(1, chunks.MAX_LOGITS // self.num_classes))
         return torch.cat(
             [self._log_masses(self._logits(part), None).logsumexp(dim=-1).to(query.dtype) for part in parts]
         )

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import checks, functional
+from .. import checks, chunks
 from .snapshot import Snapshot
 
 # Steps of k-means per rebuild, and the largest number of rows that it reads.
@@ -131,5 +131,5 @@ def means(rows: Tensor, number: int) -> Tensor:
 def nearest(rows: Tensor, centres: Tensor) -> Tensor:
     """Return the index of the centre nearest to each row, shape ``(n,)``."""
     norm = centres.square().sum(dim=-1)
-    parts = rows.split(max(1, functional.MAX_LOGITS // len(centres)))
+    parts = rows.split(max(1, chunks.MAX_LOGITS // len(centres)))
     return torch.cat([(norm - 2 * part @ centres.T).argmin(dim=-1) for part in parts])

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from .. import functional, ops
+from .. import chunks, ops
 from ..counters import Counters
 from .bisection import bisect, direction
 from .codes import Codes, native_tables, rows_of
@@ -182,7 +182,7 @@ class Partition(Counters):
             sizes = (self.outliers, self.blocks, self.widths[0])
             torch.ops.manyclass.summarise_(*tables, self.order, blocks.contiguous(), *sizes)
             return
-        for part in blocks.split(max(1, functional.MAX_LOGITS // (self.block_size * self.columns))):
+        for part in blocks.split(max(1, chunks.MAX_LOGITS // (self.block_size * self.columns))):
             ids, inside = self.members(part)
             rows = rows_of(weight, bias, ids)
             codes.write(ids.flatten(), rows.flatten(0, 1))

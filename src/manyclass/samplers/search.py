@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import checks, functional, ops
+from .. import checks, chunks, functional, ops
 from .codes import Codes, native_tables, rows_of
 from .draw import Best
 from .partition import BRANCHING, Partition
@@ -43,7 +43,7 @@ class Index(NamedTuple):
     def chunks(self, query: Tensor, width: int) -> tuple[Tensor, ...]:
         """Split the queries, so that the reference gathers a bounded number of rows at a time."""
         rows = self.partition.widths[0] + self.partition.outliers + (BRANCHING + self.partition.block_size) * width
-        return query.split(max(1, functional.MAX_LOGITS // (rows * self.partition.columns)))
+        return query.split(max(1, chunks.MAX_LOGITS // (rows * self.partition.columns)))
 
 
 class Visited(NamedTuple):

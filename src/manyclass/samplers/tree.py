@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import checks, functional, kernels, ops
+from .. import checks, chunks, kernels, ops
 from .base import Incremental
 from .descent import FLOOR, check_finite, descend, distinct, invert, last_from_rest, normalise
 
@@ -101,13 +101,13 @@ class KernelTree(Incremental):
             shape = (self.sizes, self.leaf_size, self.branching)
             torch.ops.manyclass.tree_refresh_(self.sums, self.weight, *shape, nodes, self.kernel.alpha)
             return
-        for part in nodes.split(max(1, functional.MAX_LOGITS // (self.leaf_size * self.sums.shape[1]))):
+        for part in nodes.split(max(1, chunks.MAX_LOGITS // (self.leaf_size * self.sums.shape[1]))):
             classes, inside = self._classes(part)
             self._level(-1)[part] = torch.where(inside[..., None], self._features(self.weight[classes]), 0).sum(dim=1)
         for level in range(len(self.sizes) - 2, -1, -1):
             nodes = distinct(nodes // self.branching)
             below = self._level(level + 1)
-            for node in nodes.split(max(1, functional.MAX_LOGITS // (self.branching * self.sums.shape[1]))):
+            for node in nodes.split(max(1, chunks.MAX_LOGITS // (self.branching * self.sums.shape[1]))):
                 child = node.unsqueeze(-1) * self.branching + torch.arange(self.branching, device=node.device)
                 sums = below[child.clamp(max=len(below) - 1)]
                 self._level(level)[node] = torch.where((child < len(below))[..., None], sums, 0).sum(dim=1)
