@@ -153,6 +153,12 @@ class Point(NamedTuple):
         """Of its folder."""
         return f"{self.sampler}-{self.prediction}-{self.negatives or 'all'}-{self.seed}"
 
+    @staticmethod
+    def of(row: Mapping[str, str]) -> "Point":
+        """Read it from a row of a record; a row without a seed is of seed 0."""
+        negatives = int(row["negatives"]) if row["negatives"] else None
+        return Point(row["dataset"], row["sampler"], row["prediction"], negatives, int(row.get("seed", 0)))
+
 
 HEADER = (*Point._fields, "options", "step", "epoch", "heldout_loss")
 
@@ -388,9 +394,8 @@ def read(preset: str, out: Path) -> list[Curve]:
         return []
     with file.open(newline="") as handle:
         for row in csv.DictReader(handle):
-            number = int(row["negatives"]) if row["negatives"] else None
-            point = Point(row["dataset"], row["sampler"], row["prediction"], number, int(row["seed"]))
+            point = Point.of(row)
             check_options(file, point.dataset, preset, row.get("options"))
             epoch, loss = float(row["epoch"]), float(row["heldout_loss"])
-            found.setdefault(point, []).append(Metrics(int(row["step"]), epoch, 0.0, 0.0, 0.0, loss, None, number))
+            found.setdefault(point, []).append(Metrics(int(row["step"]), epoch, 0.0, 0.0, 0.0, loss, None, point.negatives))
     return [Curve(point, rows) for point, rows in found.items()]

@@ -90,8 +90,7 @@ def read(preset: str, out: Path) -> Times:
     with file.open(newline="") as handle:
         for row in csv.DictReader(handle):
             check_options(file, row["dataset"], preset, row.get("options"))
-            number = int(row["negatives"]) if row["negatives"] else None
-            found[Point(row["dataset"], row["sampler"], row["prediction"], number, 0)] = float(row["milliseconds"])
+            found[Point.of(row)] = float(row["milliseconds"])
     return found
 
 
