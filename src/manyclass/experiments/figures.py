@@ -256,7 +256,7 @@ def _title(dataset: str) -> str:
 
 def _length(curves: Sequence[Curve]) -> str:
     last = curves[0].rows[-1]
-    return f"{last.step:,.0f} steps, {last.epoch:.2g} epochs"
+    return f"{last.step:,.0f} steps, {last.epoch:.2g} epoch{'' if last.epoch == 1 else 's'}"
 
 
 def _datasets(curves: Sequence[Curve]) -> list[str]:
