@@ -145,6 +145,18 @@ def ends_table(dataset: str) -> str:
     return sweep_table({point: text(losses) for point, losses in ends(dataset).items()})
 
 
+def presets_table(dataset: str) -> str:
+    """Lay out how the runs of the paper's setting end, and the same runs of the preset `converged`: perplexities."""
+    lines, wanted = [], {curve.point for curve in reproduce.read("paper", RESULTS)}
+    for preset in ("converged", "paper"):
+        for point, evaluations in reproduce.read(preset, RESULTS):
+            if point.dataset == dataset and point in wanted:
+                end = evaluations[-1]
+                cells = f"{end.epoch:.0f}", f"{end.step:,}", f"{math.exp(end.heldout_loss):.1f}"
+                lines.append((f"`{preset}`, {point.sampler}", *cells))
+    return rows(("preset, sampler", "epochs", "steps", "held-out perplexity"), lines)
+
+
 def gaps_table(dataset: str) -> str:
     """Lay out how far the runs end above the full softmax with the same prediction: nats, means over seeds."""
     means = {point: sum(losses) / len(losses) for point, losses in ends(dataset).items()}
@@ -216,9 +228,9 @@ def generated() -> dict[Path, str]:
     sweep = REPRODUCTION.read_text("utf-8")
     for dataset in ("ptb", "beauty", "synth"):
         sweep = with_table(sweep, f"ends-{dataset}", ends_table(dataset))
-    for dataset in ("ptb", "beauty"):
         sweep = with_table(sweep, f"times-{dataset}", times_table(dataset))
     sweep = with_table(sweep, "gaps-ptb", gaps_table("ptb"))
+    sweep = with_table(sweep, "presets-ptb", presets_table("ptb"))
     return {
         REPRODUCTION: sweep,
         README: with_table(README.read_text("utf-8"), "steps", step_table()),
