@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import manyclass as manyclass_package
-from manyclass import samplers
+from manyclass import functional, samplers
 from manyclass.bench import (
     bias,
     draws,
@@ -330,6 +330,16 @@ def test_bench_bias_catches_a_wrong_sampler(small_judges):
     queries = torch.cat([batch.query for batch in batches])
     assert len(queries) == 4 * judges.EXAMPLES
     assert len(queries.unique(dim=0)) > 0.9 * len(queries)  # other users, though some have the same history
+    other = judges.reordered(judge, 1)
+    assert not torch.equal(other.weight, judge.weight)
+    for before, after in zip(batches, [other.measured, *other.others], strict=True):
+        losses = [
+            functional.full_softmax_loss(batch.query, weight, batch.target, reduction="none")
+            for batch, weight in ((before, judge.weight), (after, other.weight))
+        ]
+        torch.testing.assert_close(*losses)
+        assert torch.equal(other.weight[after.context], judge.weight[before.context])
+    assert torch.equal(other.weight[other.pairs], judge.weight[judge.pairs])
     right, wrong = (
         next(iter(bias.measure(judge, bias.Alternative("", sampler(len(judge.weight), "batch"), (4096,)), 1.0)))
         for sampler in (samplers.Uniform, Wrong)

@@ -1,5 +1,6 @@
 """Error against cost of every sampler on two trained models, at equal numbers of negatives."""
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,9 @@ TOTALS = (1024, OWN + POOL, 8192 + OWN)
 # Negatives per example of the samplers that draw for each example.
 FEW = (16, 64, 256)
 DRAWS = 40
+# Trees of blocks that share these draws, each of another order of the classes. A tree whose search misses a class of
+# much mass can have twice the error of another.
+TREES = 5
 # Steps before each measurement, so that a sampler follows recent queries as it does in training.
 WARM_UP = 40
 UNIFORM, UNIGRAM, BLOCKS = "uniform pool", "unigram pool", "blocks"
@@ -90,6 +94,7 @@ def run(out: Path, console: Console, texts: list[Path] | None, steps: int, epoch
     for line in [
         *notes,
         f"{torch.get_num_threads()} threads, seed {seed}, batches of {EXAMPLES}, {WARM_UP} steps of warm-up",
+        f"errors of blocks over {TREES} trees",
         f"figures: {out / 'bias.csv'}",
         f"plot:    {out / 'bias.png'}",
         *verdicts(rows),
@@ -125,21 +130,22 @@ def _alternatives(judge: Judge) -> Iterable[Alternative]:
 
 def measure(judge: Judge, alternative: Alternative, full: float) -> Iterable[Row]:
     """Warm up a sampler on other batches, then measure it; ``full`` is a step of the full softmax in seconds."""
-    n, d = judge.weight.shape
-    head = SampledSoftmax(d, n, alternative.sampler, prediction=judge.prediction)
-    with torch.no_grad():
-        head.weight.copy_(judge.weight)
-    step = _steps(head.parameters(), head, judge.others)
-    torch.manual_seed(0)
-    measured = []
-    for number in alternative.num_samples:
-        head.num_samples = number
-        for _ in range(WARM_UP):
-            step()
-        measured.append(_compare(judge, alternative, number))
+    trees = TREES if isinstance(alternative.sampler, samplers.Blocks) else 1
+    orders = [judges.reordered(judge, tree) for tree in range(trees)]
+    layers = [_layer(order, copy.deepcopy(alternative.sampler)) for order in orders]
+    measured = {number: list[diagnostics.Measured]() for number in alternative.num_samples}
+    for tree, (order, (head, step)) in enumerate(zip(orders, layers, strict=True)):
+        torch.manual_seed(tree)
+        for number, parts in measured.items():
+            head.num_samples = number
+            for _ in range(WARM_UP):
+                step()
+            parts.append(_compare(order, head.sampler, number, max(1, alternative.draws // trees), tree))
     # Timing is last, since its steps change the sampler, and their number depends on the machine.
-    settle(alternative.sampler)
-    for number, found in zip(alternative.num_samples, measured, strict=True):
+    head, step = layers[0]
+    settle(head.sampler)
+    for number, parts in measured.items():
+        found = diagnostics.Measured(*(torch.cat(part) for part in zip(*parts, strict=True)))
         head.num_samples = number
         seconds = time_steps({alternative.name: step})[alternative.name]
         # The mean over examples of each draw: the examples of a pool do not err independently.
@@ -160,20 +166,29 @@ def measure(judge: Judge, alternative: Alternative, full: float) -> Iterable[Row
         )
 
 
-def _compare(judge: Judge, alternative: Alternative, number: int) -> diagnostics.Measured:
+def _layer(judge: Judge, sampler: samplers.Sampler) -> tuple[SampledSoftmax, Callable[[], None]]:
+    """Return a layer with the judge's weights, and a step that trains it with a learning rate of 0."""
+    n, d = judge.weight.shape
+    head = SampledSoftmax(d, n, sampler, prediction=judge.prediction)
+    with torch.no_grad():
+        head.weight.copy_(judge.weight)
+    return head, _steps(head.parameters(), head, judge.others)
+
+
+def _compare(judge: Judge, sampler: samplers.Sampler, number: int, draws: int, seed: int) -> diagnostics.Measured:
     """Draw for the measured batch as a training step would, but without updating the sampler."""
     _, prediction, weight, (query, target, context), *_ = judge
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
 
     def exact(query: Tensor) -> Tensor:
         return functional.full_softmax_loss(query, weight, target, reduction="none", prediction=prediction)
 
     def sampled(query: Tensor) -> Tensor:
         options: dict[str, Any] = {"exclude": target, "context": context, "generator": generator}
-        draw = alternative.sampler.draw(query.detach(), number, **options)
+        draw = sampler.draw(query.detach(), number, **options)
         return fused.sampled_loss(query, weight, None, target, draw, prediction=prediction, sparse=True)[0]
 
-    return diagnostics.measure(query, exact, sampled, alternative.draws)
+    return diagnostics.measure(query, exact, sampled, draws)
 
 
 def _steps(parameters: Iterable[Tensor], loss: Callable[..., Tensor], batches: list[Examples]) -> Callable[[], None]:

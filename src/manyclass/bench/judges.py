@@ -51,6 +51,22 @@ class Judge(NamedTuple):
     pairs: Tensor  # shape: (number, 2): class before, target
 
 
+def reordered(judge: Judge, seed: int) -> Judge:
+    """Return the same layer with its classes in another order; the seed 0 keeps the order."""
+    if seed == 0:
+        return judge
+    order = torch.randperm(len(judge.weight), generator=torch.Generator().manual_seed(seed))
+    place = order.argsort()
+
+    def moved(ids: Tensor) -> Tensor:
+        return place[ids.clamp(min=0)].where(ids >= 0, ids)  # documents have no class before
+
+    measured, *others = (
+        Examples(batch.query, moved(batch.target), moved(batch.context)) for batch in (judge.measured, *judge.others)
+    )
+    return Judge(judge.model, judge.prediction, judge.weight[order], measured, others, moved(judge.pairs))
+
+
 def words(texts: list[Path] | None, prediction: Any, steps: int, seed: int, progress: Progress) -> Judge:
     """Train a language model; measure on held-out text, warm up on training text."""
     with TemporaryDirectory() as folder:
