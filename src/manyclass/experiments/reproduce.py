@@ -397,5 +397,7 @@ def read(preset: str, out: Path) -> list[Curve]:
             point = Point.of(row)
             check_options(file, point.dataset, preset, row.get("options"))
             epoch, loss = float(row["epoch"]), float(row["heldout_loss"])
-            found.setdefault(point, []).append(Metrics(int(row["step"]), epoch, 0.0, 0.0, 0.0, loss, None, point.negatives))
+            found.setdefault(point, []).append(
+                Metrics(int(row["step"]), epoch, 0.0, 0.0, 0.0, loss, None, point.negatives)
+            )
     return [Curve(point, rows) for point, rows in found.items()]
