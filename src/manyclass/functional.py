@@ -163,7 +163,7 @@ def log_partition(
     result, queries = [], chunks.of_queries(query)
     excluded = [None] * len(queries) if exclude is None else chunks.of_queries(exclude)
     for rows, hidden in zip(queries, excluded, strict=True):
-        pieces = chunks.of_classes(len(rows), weight, bias)
+        pieces = chunks.of_classes(rows.shape[0], weight, bias)
         # Recomputing a chunk in the backward pass is what bounds the memory when gradients are needed.
         run = part if len(pieces) == 1 else partial(checkpoint, part, use_reentrant=False)
         parts = [run(rows, w, b, None if hidden is None else hidden - first) for first, w, b in pieces]
@@ -196,9 +196,9 @@ def best(
         raise ValueError(f"k must be at most num_classes = {weight.shape[0]}, got {k}")
     parts = []
     for rows in chunks.of_queries(query):
-        top, total = rows.new_empty(len(rows), 0), rows.new_full((len(rows),), -math.inf)
+        top, total = rows.new_empty(rows.shape[0], 0), rows.new_full(rows.shape[:1], -math.inf)
         ids = torch.empty_like(top, dtype=torch.long)
-        for first, w, b in chunks.of_classes(len(rows), weight, bias):
+        for first, w, b in chunks.of_classes(rows.shape[0], weight, bias):
             logits = output(linear(rows, w, b), prediction)
             value, position = logits.topk(min(k, logits.shape[-1]), dim=-1)
             ids = torch.cat([ids, position + first], dim=-1)
