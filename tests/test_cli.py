@@ -284,10 +284,13 @@ def small_judges(monkeypatch):
     monkeypatch.setattr(step, "CONSECUTIVE", 1)
 
 
-def test_bench_bias(tmp_path, small_judges):
+def test_bench_bias(tmp_path, small_judges, monkeypatch):
+    orders, reordered = [], judges.reordered
+    monkeypatch.setattr(judges, "reordered", lambda judge, seed: orders.append(seed) or reordered(judge, seed))
     text = write_text(tmp_path, 24_000, 300)
     console = Console(record=True, width=200)
     bias.run(tmp_path, console, [text], steps=2, epochs=0.5, seed=0)
+    assert orders == 3 * [*range(1, bias.TREES)]  # blocks on each of three judges
     rows = read_csv(tmp_path / "bias.csv")
     named = {(row["model"], row["prediction"]): set() for row in rows}
     for row in rows:

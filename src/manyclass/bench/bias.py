@@ -131,20 +131,15 @@ def _alternatives(judge: Judge) -> Iterable[Alternative]:
 def measure(judge: Judge, alternative: Alternative, full: float) -> Iterable[Row]:
     """Warm up a sampler on other batches, then measure it; ``full`` is a step of the full softmax in seconds."""
     trees = TREES if isinstance(alternative.sampler, samplers.Blocks) else 1
-    orders = [judges.reordered(judge, tree) for tree in range(trees)]
-    layers = [_layer(order, copy.deepcopy(alternative.sampler)) for order in orders]
-    measured = {number: list[diagnostics.Measured]() for number in alternative.num_samples}
-    for tree, (order, (head, step)) in enumerate(zip(orders, layers, strict=True)):
-        torch.manual_seed(tree)
-        for number, parts in measured.items():
-            head.num_samples = number
-            for _ in range(WARM_UP):
-                step()
-            parts.append(_compare(order, head.sampler, number, max(1, alternative.draws // trees), tree))
+    numbers, draws = alternative.num_samples, max(1, alternative.draws // trees)
+    others = [
+        _measured(judges.reordered(judge, tree), copy.deepcopy(alternative.sampler), numbers, draws, tree)[2]
+        for tree in range(1, trees)
+    ]
+    head, step, first = _measured(judge, alternative.sampler, numbers, draws, 0)
     # Timing is last, since its steps change the sampler, and their number depends on the machine.
-    head, step = layers[0]
     settle(head.sampler)
-    for number, parts in measured.items():
+    for number, *parts in zip(numbers, first, *others, strict=True):
         found = diagnostics.Measured(*(torch.cat(part) for part in zip(*parts, strict=True)))
         head.num_samples = number
         seconds = time_steps({alternative.name: step})[alternative.name]
@@ -166,13 +161,23 @@ def measure(judge: Judge, alternative: Alternative, full: float) -> Iterable[Row
         )
 
 
-def _layer(judge: Judge, sampler: samplers.Sampler) -> tuple[SampledSoftmax, Callable[[], None]]:
-    """Return a layer with the judge's weights, and a step that trains it with a learning rate of 0."""
+def _measured(
+    judge: Judge, sampler: samplers.Sampler, numbers: Iterable[int], draws: int, seed: int
+) -> tuple[SampledSoftmax, Callable[[], None], list[diagnostics.Measured]]:
+    """Return a layer with the judge's weights, its training step, and how it did with each number of samples."""
     n, d = judge.weight.shape
     head = SampledSoftmax(d, n, sampler, prediction=judge.prediction)
     with torch.no_grad():
         head.weight.copy_(judge.weight)
-    return head, _steps(head.parameters(), head, judge.others)
+    step = _steps(head.parameters(), head, judge.others)
+    torch.manual_seed(seed)
+    measured = []
+    for number in numbers:
+        head.num_samples = number
+        for _ in range(WARM_UP):
+            step()
+        measured.append(_compare(judge, sampler, number, draws, seed))
+    return head, step, measured
 
 
 def _compare(judge: Judge, sampler: samplers.Sampler, number: int, draws: int, seed: int) -> diagnostics.Measured:
