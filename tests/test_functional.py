@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyclass import chunks, functional, samplers
+from manyclass import FullSoftmax, chunks, functional, samplers
 
 PREDICTIONS = ["softmax", "absolute"]
 
@@ -94,6 +94,13 @@ def test_full_softmax_in_chunks(prediction, with_bias, max_logits, monkeypatch):
     torch.testing.assert_close(functional.best(query, weight, 5, offset, prediction), (values, ids, log_z))
     single = functional.best(query[0], weight, 5, offset, prediction)
     torch.testing.assert_close(single, (values[0], ids[0], log_z[0]))
+
+
+def test_the_best_classes_and_their_probabilities_take_one_pass(monkeypatch):
+    passes, linear = [], functional.linear
+    monkeypatch.setattr(functional, "linear", lambda *tables: passes.append(tables) or linear(*tables))
+    FullSoftmax(4, 30).topk(torch.randn(3, 4), 5)
+    assert len(passes) == 1
 
 
 def test_full_softmax_memory_is_bounded(monkeypatch):
